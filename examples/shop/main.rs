@@ -1,0 +1,60 @@
+//! An order service whose `POST /orders` is safe to retry.
+//!
+//!     ./with-postgres cargo run --release --example shop
+//!
+//! It prints the curl lines to try once it listens.
+
+mod demo;
+mod orders;
+
+use std::{env, time::Duration};
+
+use actix_idempotency::{Idempotency, Policy, migrations, pool};
+use actix_web::{App, HttpServer, middleware::Logger, web};
+use diesel_migrations::{EmbeddedMigrations, embed_migrations};
+use tracing_subscriber::EnvFilter;
+
+const MIGRATIONS: EmbeddedMigrations = embed_migrations!("examples/shop/migrations");
+
+#[actix_web::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()))
+        .init();
+    let url = env::var("DATABASE_URL").map_err(|_| "set DATABASE_URL, or start this by ./with-postgres")?;
+    let bind = env::var("BIND").unwrap_or_else(|_| "127.0.0.1:8080".into());
+
+    migrations::run(&url).await?;
+    migrations::run_pending(&url, MIGRATIONS).await?;
+
+    let pool = pool(&url)?;
+    let idempotency = Idempotency::postgres(pool.clone()).with(policy());
+    idempotency.check().await?;
+    let drain = idempotency.drain();
+
+    let server = HttpServer::new(move || {
+        App::new().wrap(Logger::default()).app_data(web::Data::new(pool.clone())).service(
+            web::scope("")
+                .wrap(idempotency.clone())
+                .service(orders::create)
+                .service(orders::list)
+                .service(orders::show),
+        )
+    })
+    .shutdown_signal(drain)
+    .bind(bind)?;
+
+    let address = server.addrs()[0];
+    println!("listening on http://{address}");
+    demo::explain(address);
+    server.run().await?;
+    Ok(())
+}
+
+/// The default policy, but for a lease that can be shortened to watch a takeover.
+fn policy() -> Policy {
+    match env::var("LEASE_SECONDS").ok().and_then(|seconds| seconds.parse().ok()) {
+        Some(seconds) => Policy::new().lease(Duration::from_secs(seconds)),
+        None => Policy::new(),
+    }
+}

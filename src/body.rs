@@ -1,0 +1,48 @@
+//! The request body, read whole before anything is claimed, and put back.
+
+use actix_web::{
+    HttpMessage,
+    dev::{Payload, ServiceRequest},
+    error::PayloadError,
+    http::header,
+    web::{Bytes, BytesMut},
+};
+use futures_util::StreamExt;
+use tokio::time::timeout;
+
+use crate::{policy::Policy, refusal::Code};
+
+/// Reads the body and puts it back, so that every extractor finds it as it came. `None` where the
+/// policy streams it through.
+pub(crate) async fn read(request: &mut ServiceRequest, policy: &Policy) -> Result<Option<Bytes>, Code> {
+    if policy.streams_body {
+        return Ok(None);
+    }
+    if announced(request).is_some_and(|length| length > policy.request_limit as u64) {
+        return Err(Code::BodyTooLarge);
+    }
+    let payload = request.take_payload();
+    let body =
+        timeout(policy.body_timeout, collect(payload, policy.request_limit)).await.map_err(|_| Code::BodyTimeout)??;
+    request.set_payload(Payload::from(body.clone()));
+    Ok(Some(body))
+}
+
+fn announced(request: &ServiceRequest) -> Option<u64> {
+    request.headers().get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+async fn collect(mut payload: Payload, limit: usize) -> Result<Bytes, Code> {
+    let mut body = BytesMut::new();
+    while let Some(chunk) = payload.next().await {
+        let chunk = chunk.map_err(|error| match error {
+            PayloadError::Overflow => Code::BodyTooLarge,
+            _ => Code::BodyTruncated,
+        })?;
+        if body.len() + chunk.len() > limit {
+            return Err(Code::BodyTooLarge);
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body.freeze())
+}

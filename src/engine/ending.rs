@@ -1,0 +1,141 @@
+//! How an attempt ends: its answer is stored, or its key is released. At once if the store answers,
+//! else later on the background thread, as long as that may still change something.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use actix_web::http::StatusCode;
+use backon::{BackoffBuilder, ExponentialBuilder};
+use tokio::time::sleep;
+
+use super::{Engine, background, leases::Owner, store::in_time};
+use crate::{
+    error::{Error, ErrorKind},
+    policy::Policy,
+    postgres::keys,
+    scope::KeyId,
+    snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
+    telemetry::{self, Event},
+};
+
+/// How often a statement that the database refuses (rather than fails to answer) is sent again.
+const REFUSALS: u32 = 3;
+
+#[derive(Debug, Clone)]
+pub(crate) enum Ending {
+    Complete(ResponseSnapshot),
+    Release(Option<StatusCode>),
+}
+
+impl Engine {
+    /// Ends an attempt. `false`: the lease was lost.
+    pub(crate) async fn end(&self, id: KeyId, owner: Owner, ending: &Ending, policy: &Policy) -> Result<bool, Error> {
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            match in_time(policy.store_timeout, self.send(id, owner, ending, policy.lock_timeout())).await {
+                Err(error) if error.kind() == ErrorKind::Serialization && tries < REFUSALS => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    async fn send(&self, id: KeyId, owner: Owner, ending: &Ending, patience: Duration) -> Result<bool, Error> {
+        let mut conn = self.store.connection().await?;
+        let patience = millis(patience);
+        let ours = match ending {
+            Ending::Complete(snapshot) => {
+                let (names, values): (Vec<_>, Vec<_>) =
+                    snapshot.headers().map(|(name, value)| (name.as_str(), value.as_bytes())).unzip();
+                let answer = keys::Answer {
+                    status: stored(snapshot.status()),
+                    header_names: &names,
+                    header_values: &values,
+                    body: snapshot.body().map(|body| &body[..]),
+                    snapshot_version: SNAPSHOT_VERSION,
+                };
+                keys::complete(&mut conn, &id.0, &owner, &answer, patience).await?
+            }
+            Ending::Release(status) => keys::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
+        };
+        conn.give_back();
+        Ok(ours)
+    }
+
+    /// Ends an attempt on the background thread. A completion is sent until it lands or the lease turns
+    /// out to be lost; a release only as long as the lease would last anyway.
+    pub(crate) fn end_later(self: &Arc<Self>, id: KeyId, owner: Owner, ending: Ending, policy: Arc<Policy>) {
+        let engine = Arc::clone(self);
+        let work = async move {
+            engine.leases.hold_on(id, owner);
+            engine.keep_ending(id, owner, ending, &policy).await;
+            engine.leases.let_go(id, owner);
+            engine.waiters.wake(&id);
+        };
+        background::handle().spawn(self.tasks.track_future(work));
+    }
+
+    async fn keep_ending(&self, id: KeyId, owner: Owner, mut ending: Ending, policy: &Policy) {
+        let lapses = Instant::now() + policy.lease;
+        let delays = ExponentialBuilder::default()
+            .with_min_delay(Duration::from_millis(50))
+            .with_max_delay(Duration::from_secs(5))
+            .with_jitter()
+            .without_max_times()
+            .build();
+        let mut refusals = 0;
+        for delay in delays {
+            match self.end(id, owner, &ending, policy).await {
+                Ok(true) => return telemetry::event(Event::EndedLate, &id),
+                Ok(false) => return self.explain(id, owner, policy).await,
+                Err(error) => {
+                    telemetry::store_failed("an attempt could not be ended yet", &error);
+                    refusals = if error.is_transient() { 0 } else { refusals + 1 };
+                }
+            }
+            match &ending {
+                Ending::Release(_) if Instant::now() >= lapses => return,
+                Ending::Complete(snapshot) if refusals == REFUSALS && snapshot.body().is_some() => {
+                    ending = Ending::Complete(snapshot.without_body());
+                    refusals = 0;
+                }
+                _ if refusals == REFUSALS => return telemetry::event(Event::CompletionLost, &id),
+                _ => {}
+            }
+            sleep(delay).await;
+        }
+    }
+
+    /// An earlier try may have landed and only its acknowledgement been lost.
+    async fn explain(&self, id: KeyId, owner: Owner, policy: &Policy) {
+        match self.look(&id, policy).await {
+            Ok(Some(row)) if row.owner == owner && row.state != "outstanding" => {
+                telemetry::event(Event::EndedLate, &id);
+            }
+            _ => telemetry::event(Event::CompletionLost, &id),
+        }
+    }
+
+    /// The row as it is, or `None`.
+    pub(crate) async fn look(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
+        let look = async {
+            let mut conn = self.store.connection().await?;
+            let row = keys::look(&mut conn, &id.0).await?;
+            conn.give_back();
+            Ok(row)
+        };
+        in_time(policy.store_timeout, look).await
+    }
+}
+
+/// As Postgres takes it.
+pub(crate) fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
+}
+
+fn stored(status: StatusCode) -> i16 {
+    // Three digits by the type's own rule.
+    status.as_u16().cast_signed()
+}

@@ -1,0 +1,85 @@
+//! What all wraps of one pool share: the store, the leases, those who wait, and the loops on the
+//! background thread.
+
+pub(crate) mod background;
+pub(crate) mod ending;
+pub(crate) mod leases;
+mod recent;
+pub(crate) mod store;
+mod waiters;
+
+use std::{
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio_util::task::TaskTracker;
+
+pub(crate) use self::waiters::Seat;
+use self::{leases::Leases, recent::Recent, store::Store, waiters::Waiters};
+use crate::{
+    postgres::PgPool,
+    sweeper::{Sweeper, Sweeping},
+};
+
+pub(crate) struct Engine {
+    pub(crate) store: Store,
+    pub(crate) leases: Arc<Leases>,
+    pub(crate) waiters: Arc<Waiters>,
+    pub(crate) recent: Recent,
+    /// Whatever a graceful shutdown waits for.
+    pub(crate) tasks: TaskTracker,
+    draining: AtomicBool,
+    anonymous: AtomicBool,
+    sweeping: OnceLock<Option<Sweeping>>,
+}
+
+impl Engine {
+    pub(crate) fn new(pool: PgPool) -> Arc<Self> {
+        let engine = Arc::new(Self {
+            store: Store { pool },
+            leases: Arc::new(Leases::new()),
+            waiters: Arc::default(),
+            recent: Recent::new(),
+            tasks: TaskTracker::new(),
+            draining: AtomicBool::new(false),
+            anonymous: AtomicBool::new(false),
+            sweeping: OnceLock::new(),
+        });
+        let background = background::handle();
+        background.spawn(leases::keep_renewing(Arc::downgrade(&engine), Arc::clone(&engine.leases)));
+        background.spawn(waiters::keep_looking(Arc::downgrade(&engine), Arc::clone(&engine.waiters)));
+        engine
+    }
+
+    /// From now on nothing new is claimed; answers that are stored are still replayed.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Release);
+        self.tasks.close();
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+
+    /// Whether this is the first request of the process that has a key and no principal.
+    pub(crate) fn first_anonymous(&self) -> bool {
+        !self.anonymous.swap(true, Ordering::Relaxed)
+    }
+
+    /// Starts the sweeper with the first protected request; `retention` makes its rounds shorter.
+    pub(crate) fn sweep(self: &Arc<Self>, retention: Option<Duration>) {
+        let sweeping = self.sweeping.get_or_init(|| Some(Sweeper::new(self.store.pool.clone()).spawn()));
+        if let (Some(sweeping), Some(retention)) = (sweeping, retention) {
+            sweeping.at_least_every(retention);
+        }
+    }
+
+    /// Somebody else sweeps. Too late once a request has been protected.
+    pub(crate) fn never_sweep(&self) {
+        let _ = self.sweeping.set(None);
+    }
+}

@@ -1,0 +1,125 @@
+//! Requests that wait for another's answer, without a connection: woken by whoever completes or
+//! releases the key in this process, and otherwise by one query per tick for all of them.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    time::Duration,
+};
+
+use tokio::{
+    sync::{Notify, futures::OwnedNotified},
+    time::sleep,
+};
+
+use super::{
+    Engine,
+    store::{Line, in_time},
+};
+use crate::{error::Error, policy::DEFAULT_STORE_TIMEOUT, postgres::keys, scope::KeyId, telemetry};
+
+/// How often the keys of other processes are looked at: a tenth of a second, which a person does not
+/// notice, at ten small queries a second at most.
+const TICK: Duration = Duration::from_millis(100);
+
+#[derive(Default)]
+pub(crate) struct Waiters {
+    waiting: Mutex<HashMap<KeyId, Waiting>>,
+    first: Notify,
+}
+
+struct Waiting {
+    wake: Arc<Notify>,
+    seats: usize,
+}
+
+/// One request's place among those that wait; dropped when it no longer does.
+pub(crate) struct Seat {
+    waiters: Arc<Waiters>,
+    id: KeyId,
+    wake: Arc<Notify>,
+}
+
+impl Seat {
+    /// Ready when the key has been completed or released after this call.
+    pub(crate) fn woken(&self) -> OwnedNotified {
+        Arc::clone(&self.wake).notified_owned()
+    }
+}
+
+impl Waiters {
+    /// `None` where `max` are taken already.
+    pub(crate) fn sit(self: &Arc<Self>, id: KeyId, max: usize) -> Option<Seat> {
+        let mut waiting = self.waiting();
+        let taken: usize = waiting.values().map(|waiting| waiting.seats).sum();
+        if taken >= max {
+            return None;
+        }
+        let entry = waiting.entry(id).or_insert_with(|| Waiting { wake: Arc::default(), seats: 0 });
+        entry.seats += 1;
+        let wake = Arc::clone(&entry.wake);
+        if taken == 0 {
+            self.first.notify_one();
+        }
+        Some(Seat { waiters: Arc::clone(self), id, wake })
+    }
+
+    /// Somebody has completed or released this key.
+    pub(crate) fn wake(&self, id: &KeyId) {
+        if let Some(waiting) = self.waiting().get(id) {
+            waiting.wake.notify_waiters();
+        }
+    }
+
+    fn ids(&self) -> Vec<KeyId> {
+        self.waiting().keys().copied().collect()
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, HashMap<KeyId, Waiting>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if let Entry::Occupied(mut entry) = self.waiters.waiting().entry(self.id) {
+            entry.get_mut().seats -= 1;
+            if entry.get().seats == 0 {
+                entry.remove();
+            }
+        }
+    }
+}
+
+/// Runs on the background thread until the engine goes.
+pub(crate) async fn keep_looking(engine: Weak<Engine>, waiters: Arc<Waiters>) {
+    let mut line = Line::default();
+    loop {
+        let ids = waiters.ids();
+        if ids.is_empty() {
+            line.hang_up();
+            waiters.first.notified().await;
+            if engine.strong_count() == 0 {
+                return;
+            }
+        } else {
+            let Some(engine) = engine.upgrade() else { return };
+            if let Err(error) = look(&engine, &ids, &mut line).await {
+                line.hang_up();
+                telemetry::store_failed("waiting requests could not be looked for", &error);
+            }
+        }
+        sleep(TICK).await;
+    }
+}
+
+async fn look(engine: &Engine, ids: &[KeyId], line: &mut Line) -> Result<(), Error> {
+    let wanted: Vec<&[u8]> = ids.iter().map(|id| &id.0[..]).collect();
+    let settled =
+        in_time(DEFAULT_STORE_TIMEOUT, async { Ok(keys::settled(line.get(&engine.store).await?, &wanted).await?) })
+            .await?;
+    for id in ids.iter().filter(|id| settled.iter().any(|settled| *settled == id.0)) {
+        engine.waiters.wake(id);
+    }
+    Ok(())
+}

@@ -1,0 +1,155 @@
+//! Our own failures, as the program that uses this crate sees them. A client never sees one: it gets
+//! a [`Refusal`](crate::Refusal).
+
+use std::{error::Error as StdError, fmt};
+
+use diesel::result::{ConnectionError, DatabaseErrorKind, Error as QueryError};
+use diesel_async::pooled_connection::{PoolError, bb8::RunError};
+
+type Cause = Box<dyn StdError + Send + Sync>;
+
+/// Something of ours failed: [`kind`](Self::kind) for programs, `Display` for people, the cause in
+/// `source`.
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    cause: Option<Cause>,
+}
+
+/// What failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The connection string, or what it asks for, cannot be used.
+    Configuration,
+    /// No connection, or it was lost: the outcome of what was sent is unknown.
+    Connection,
+    /// No connection or no answer within the deadline: the outcome is unknown.
+    Timeout,
+    /// 40001: another transaction was first. Trying again is right.
+    Serialization,
+    /// The database is read-only, a replica for example.
+    ReadOnly,
+    /// The table is missing or not the one this version needs.
+    Schema,
+    /// A pooler loses prepared statements.
+    Pooler,
+    /// The database refused a statement for another reason.
+    Database,
+    /// A migration failed.
+    Migration,
+}
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), cause: None }
+    }
+
+    pub(crate) fn because(mut self, cause: impl Into<Cause>) -> Self {
+        self.cause = Some(cause.into());
+        self
+    }
+
+    /// What failed.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// Whether sending the same again may end otherwise.
+    pub(crate) fn is_transient(&self) -> bool {
+        use ErrorKind as K;
+        matches!(self.kind, K::Connection | K::Timeout | K::Serialization | K::ReadOnly)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+/// With the chain of causes. None of them carries a connection string, a key or a body.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {}", self.kind, self.message)?;
+        let mut next = self.source();
+        while let Some(cause) = next {
+            write!(f, ": {cause}")?;
+            next = cause.source();
+        }
+        Ok(())
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.cause.as_deref().map(|cause| cause as _)
+    }
+}
+
+impl From<QueryError> for Error {
+    fn from(error: QueryError) -> Self {
+        use DatabaseErrorKind as D;
+        let kind = match &error {
+            QueryError::DatabaseError(D::SerializationFailure, _) => ErrorKind::Serialization,
+            QueryError::DatabaseError(D::ReadOnlyTransaction, _) => ErrorKind::ReadOnly,
+            QueryError::DatabaseError(D::ClosedConnection | D::UnableToSendCommand, _)
+            | QueryError::BrokenTransactionManager => ErrorKind::Connection,
+            _ => ErrorKind::Database,
+        };
+        Self::new(kind, "the store failed").because(Sanitized::of(&error))
+    }
+}
+
+/// What the server said, without its DETAIL line: that one quotes values of the row.
+#[derive(Debug)]
+struct Sanitized(String);
+
+impl Sanitized {
+    fn of(error: &QueryError) -> Self {
+        match error {
+            QueryError::DatabaseError(_, info) => {
+                let constraint = info.constraint_name().map(|name| format!(" ({name})")).unwrap_or_default();
+                Self(format!("{}{constraint}", info.message()))
+            }
+            other => Self(other.to_string()),
+        }
+    }
+}
+
+impl fmt::Display for Sanitized {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl StdError for Sanitized {}
+
+impl From<ConnectionError> for Error {
+    fn from(error: ConnectionError) -> Self {
+        let kind = match &error {
+            ConnectionError::InvalidConnectionUrl(_) => ErrorKind::Configuration,
+            _ => ErrorKind::Connection,
+        };
+        Self::new(kind, "no connection to the store").because(error)
+    }
+}
+
+impl From<PoolError> for Error {
+    fn from(error: PoolError) -> Self {
+        match error {
+            PoolError::ConnectionError(error) => error.into(),
+            PoolError::QueryError(error) => error.into(),
+        }
+    }
+}
+
+impl From<RunError> for Error {
+    fn from(error: RunError) -> Self {
+        match error {
+            RunError::User(error) => error.into(),
+            RunError::TimedOut => Self::new(ErrorKind::Timeout, "no free connection within the deadline"),
+        }
+    }
+}

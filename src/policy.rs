@@ -1,0 +1,541 @@
+//! The policy: which requests are protected, and how. A value with chained setters; every default
+//! is a constant that states its reason.
+
+use std::{
+    fmt,
+    num::{NonZeroU32, NonZeroUsize},
+    sync::Arc,
+    time::Duration,
+};
+
+use actix_web::{
+    HttpRequest,
+    http::{Method, StatusCode, header::HeaderName},
+};
+
+use crate::{fingerprint::Recipe, header, keep::Keep};
+
+/// How long an answer is kept, and its key with it, from its completion: a day, as Stripe keeps a key
+/// at least and most others do: long enough for a retry on the next morning's shift.
+pub const DEFAULT_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
+/// How long a key stays outstanding after its process has died: longer than a renewal may be late on
+/// a busy database (renewals are due after a third), short enough for a client that waits.
+pub const DEFAULT_LEASE: Duration = Duration::from_secs(30);
+/// How many leases a handler may run before it is aborted: a handler that is still not done after
+/// five minutes (at the default lease) hangs more likely than it works.
+pub const DEFAULT_MAX_RUN_LEASES: u32 = 10;
+/// The largest request body that is read, in bytes: 1 MiB. It is held in memory while the handler runs.
+pub const DEFAULT_REQUEST_LIMIT: usize = 1024 * 1024;
+/// The largest answer that is kept with its body, in bytes: 1 MiB.
+pub const DEFAULT_RESPONSE_LIMIT: usize = 1024 * 1024;
+/// How long a request body may take to arrive: what a slow phone needs for 1 MiB, and too little for
+/// a client that sends a byte a minute.
+pub const DEFAULT_BODY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long an answer that is a stream may take until its body counts as not to be kept.
+pub const DEFAULT_STREAM_TIMEOUT: Duration = Duration::from_secs(1);
+/// How many protected requests run at once in a process: what a process survives rather than what it
+/// should serve, since a handler whose client has gone goes on.
+pub const DEFAULT_MAX_RUNNING: usize = 10_000;
+/// How many requests wait at once in a process for another to finish: each holds its body, so that
+/// with the default limit it is 256 MiB at worst.
+pub const DEFAULT_MAX_WAITING: usize = 256;
+/// What `Retry-After` says while a key is outstanding, unless its lease ends sooner.
+pub const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// How long the store may take for what a request asks of it, the wait for a connection included: five
+/// seconds, longer than a failover within a healthy network, shorter than a client's patience.
+pub const DEFAULT_STORE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The shortest lease: three renewals fit in, of which one may be late.
+pub const MIN_LEASE: Duration = Duration::from_millis(100);
+
+type Closure<T> = Arc<dyn Fn(&HttpRequest) -> T + Send + Sync>;
+
+/// What a request gets whose key is outstanding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnOutstanding {
+    /// 409 with `Retry-After`, at once. The default: a client that waits costs the client; one that is
+    /// made to wait costs the server.
+    Conflict,
+    /// Wait up to this long for the answer, then 409. No connection to the database is held meanwhile.
+    Wait(Duration),
+}
+
+/// Who keys belong to where a request carries no credential and the policy has no closure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Anonymous {
+    Warned,
+    Allowed,
+    Refused,
+}
+
+/// Which requests are protected, and how.
+///
+/// ```
+/// use std::time::Duration;
+/// use actix_idempotency::{Keep, OnOutstanding, Policy};
+///
+/// // The default: POST and PATCH with an `Idempotency-Key` header; answers below 400 are kept for a day.
+/// let default = Policy::new();
+///
+/// // Payments: no key, no payment; keys belong to the user of the session; duplicates wait.
+/// let payments = Policy::new()
+///     .require_key()
+///     .principal(|req| req.headers().get("x-user")?.to_str().ok().map(str::to_owned))
+///     .retention(Duration::from_secs(7 * 24 * 60 * 60))
+///     .keep(Keep::Draft)
+///     .on_outstanding(OnOutstanding::Wait(Duration::from_secs(10)))
+///     .documentation("https://api.example.com/docs/idempotency");
+/// ```
+///
+/// # Panics
+///
+/// A setter panics, naming itself, when its value can never work: when the program starts, not at the
+/// first request.
+#[derive(Clone)]
+pub struct Policy {
+    pub(crate) methods: Vec<Method>,
+    pub(crate) key_required: bool,
+    pub(crate) skip: Option<Closure<bool>>,
+    pub(crate) tenant: Option<Closure<Option<String>>>,
+    pub(crate) principal: Option<Closure<Option<String>>>,
+    pub(crate) anonymous: Anonymous,
+    pub(crate) resource: Option<String>,
+    pub(crate) fingerprinted_headers: Vec<HeaderName>,
+    pub(crate) streams_body: bool,
+    pub(crate) recipe: Recipe,
+    pub(crate) retention: Option<Duration>,
+    pub(crate) lease: Duration,
+    pub(crate) max_run: Option<Duration>,
+    pub(crate) request_limit: usize,
+    pub(crate) response_limit: usize,
+    pub(crate) body_timeout: Duration,
+    pub(crate) store_timeout: Duration,
+    pub(crate) stream_timeout: Duration,
+    pub(crate) max_running: usize,
+    pub(crate) max_waiting: usize,
+    pub(crate) retry_after: Duration,
+    pub(crate) keep: Keep,
+    pub(crate) on_outstanding: OnOutstanding,
+    pub(crate) unstored_headers: Vec<HeaderName>,
+    pub(crate) replay_marker: HeaderName,
+    pub(crate) documentation: Option<Arc<str>>,
+}
+
+impl Policy {
+    /// The defaults.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut policy = Self {
+            methods: vec![Method::POST, Method::PATCH],
+            key_required: false,
+            skip: None,
+            tenant: None,
+            principal: None,
+            anonymous: Anonymous::Warned,
+            resource: None,
+            fingerprinted_headers: Vec::new(),
+            streams_body: false,
+            recipe: Recipe([0; 8]),
+            retention: Some(DEFAULT_RETENTION),
+            lease: DEFAULT_LEASE,
+            max_run: None,
+            request_limit: DEFAULT_REQUEST_LIMIT,
+            response_limit: DEFAULT_RESPONSE_LIMIT,
+            body_timeout: DEFAULT_BODY_TIMEOUT,
+            store_timeout: DEFAULT_STORE_TIMEOUT,
+            stream_timeout: DEFAULT_STREAM_TIMEOUT,
+            max_running: DEFAULT_MAX_RUNNING,
+            max_waiting: DEFAULT_MAX_WAITING,
+            retry_after: DEFAULT_RETRY_AFTER,
+            keep: Keep::Success,
+            on_outstanding: OnOutstanding::Conflict,
+            unstored_headers: Vec::new(),
+            replay_marker: header::IDEMPOTENCY_REPLAYED,
+            documentation: None,
+        };
+        policy.recipe = Recipe::of(&policy);
+        policy
+    }
+
+    /// The methods that are protected. Default: POST and PATCH, the two that HTTP does not already
+    /// call idempotent (IETF draft -07, section 1). PUT and DELETE can be named.
+    ///
+    /// # Panics
+    ///
+    /// For GET, HEAD, OPTIONS and TRACE: they change nothing, and a stored answer to a GET is a stale one.
+    #[track_caller]
+    #[must_use]
+    pub fn methods(mut self, methods: impl IntoIterator<Item = Method>) -> Self {
+        self.methods = methods.into_iter().collect();
+        assert!(!self.methods.is_empty(), "Policy::methods: name at least one method");
+        if let Some(safe) = self.methods.iter().find(|method| method.is_safe()) {
+            panic!("Policy::methods: {safe} is safe and must not be answered from the store");
+        }
+        self
+    }
+
+    /// Answers 400 `key-missing` to a request without a key. Default: it passes through unprotected
+    /// and leaves no trace in the table.
+    #[must_use]
+    pub fn require_key(mut self) -> Self {
+        self.key_required = true;
+        self
+    }
+
+    /// Lets the requests for which the closure says `true` pass through as if this middleware were
+    /// not there.
+    #[must_use]
+    pub fn skip(mut self, skip: impl Fn(&HttpRequest) -> bool + Send + Sync + 'static) -> Self {
+        self.skip = Some(Arc::new(skip));
+        self
+    }
+
+    /// Which tenant a request is for, where one principal acts for several. Default: none.
+    #[must_use]
+    pub fn tenant(mut self, tenant: impl Fn(&HttpRequest) -> Option<String> + Send + Sync + 'static) -> Self {
+        self.tenant = Some(Arc::new(tenant));
+        self
+    }
+
+    /// Who asks: a user id from the session, the subject of a token. The same key from two principals
+    /// is two keys. `None` makes the request anonymous.
+    ///
+    /// Default: a digest of the credential in `Authorization: Basic` or `Bearer`. It is per token: a
+    /// service that rotates tokens between retries gives a closure instead. Authenticate in a
+    /// middleware outside this one (a later `.wrap`): this closure only reads what that one found.
+    #[must_use]
+    pub fn principal(mut self, principal: impl Fn(&HttpRequest) -> Option<String> + Send + Sync + 'static) -> Self {
+        self.principal = Some(Arc::new(principal));
+        self
+    }
+
+    /// Lets requests without a principal share one anonymous principal, silently. Default: they share
+    /// it, and a warning once per process says so: whoever guesses another's key gets its answer.
+    #[must_use]
+    pub fn anonymous(mut self) -> Self {
+        self.anonymous = Anonymous::Allowed;
+        self
+    }
+
+    /// Answers 401 `principal-missing` to a request with a key and without a principal.
+    #[must_use]
+    pub fn refuse_anonymous(mut self) -> Self {
+        self.anonymous = Anonymous::Refused;
+        self
+    }
+
+    /// Names the resource in the scope of its keys, in place of method and route pattern: a name that
+    /// survives a renamed route. Keys of two routes with the same name are the same keys.
+    ///
+    /// # Panics
+    ///
+    /// For an empty name, and one longer than 255 bytes.
+    #[track_caller]
+    #[must_use]
+    pub fn resource(mut self, name: impl Into<String>) -> Self {
+        let name = name.into();
+        assert!((1..=255).contains(&name.len()), "Policy::resource: a name has 1 to 255 bytes");
+        self.resource = Some(name);
+        self
+    }
+
+    /// Makes a request header part of the fingerprint. Default: none, because a retry through another
+    /// gateway has other headers.
+    ///
+    /// # Panics
+    ///
+    /// For what is no header name.
+    #[track_caller]
+    #[must_use]
+    pub fn fingerprint_header(mut self, name: &str) -> Self {
+        self.fingerprinted_headers.push(header_name("fingerprint_header", name));
+        self.fingerprinted_headers.sort_by(|a, b| a.as_str().cmp(b.as_str()));
+        self.fingerprinted_headers.dedup();
+        self.recipe = Recipe::of(&self);
+        self
+    }
+
+    /// Streams the request body through to the handler, for uploads too large to hold: only method,
+    /// path, query and named headers tell a retry from another request, and the request limit does
+    /// not apply.
+    #[must_use]
+    pub fn stream_body(mut self) -> Self {
+        self.streams_body = true;
+        self.recipe = Recipe::of(&self);
+        self
+    }
+
+    /// How long a key and its answer are kept, from its completion, by the database's clock. Default:
+    /// [`DEFAULT_RETENTION`]. Publish it: after that a retry is a first request (IETF draft -07,
+    /// section 2.3).
+    ///
+    /// # Panics
+    ///
+    /// Below one millisecond and beyond 100 years; see [`retain_forever`](Self::retain_forever).
+    #[track_caller]
+    #[must_use]
+    pub fn retention(mut self, retention: Duration) -> Self {
+        in_range("retention", retention, Duration::from_millis(1));
+        self.retention = Some(retention);
+        self
+    }
+
+    /// Keeps keys for ever, for what must never happen twice. The table grows by a row for each.
+    #[must_use]
+    pub fn retain_forever(mut self) -> Self {
+        self.retention = None;
+        self
+    }
+
+    /// How long a key stays outstanding once its process no longer renews it. It is renewed while the
+    /// handler runs, so that it says nothing about how long a handler may take; see
+    /// [`max_run`](Self::max_run). Default: [`DEFAULT_LEASE`].
+    ///
+    /// # Panics
+    ///
+    /// Below [`MIN_LEASE`] and beyond 100 years.
+    #[track_caller]
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        in_range("lease", lease, MIN_LEASE);
+        self.lease = lease;
+        self
+    }
+
+    /// How long a handler may run; then its future is dropped, its key released, and the client told
+    /// 503 `outcome-unknown`. Default: [`DEFAULT_MAX_RUN_LEASES`] leases. A handler that blocks its
+    /// thread cannot be dropped: its key is not released, and its lease is renewed no longer. What a
+    /// handler has moved to threads or tasks of its own goes on unseen.
+    ///
+    /// # Panics
+    ///
+    /// Below one millisecond and beyond 100 years.
+    #[track_caller]
+    #[must_use]
+    pub fn max_run(mut self, max_run: Duration) -> Self {
+        in_range("max_run", max_run, Duration::from_millis(1));
+        self.max_run = Some(max_run);
+        self
+    }
+
+    /// The largest request body, in bytes; over it 413 `body-too-large`, with nothing claimed. Default:
+    /// [`DEFAULT_REQUEST_LIMIT`]. The limits of extractors apply as well.
+    #[must_use]
+    pub fn request_limit(mut self, bytes: usize) -> Self {
+        self.request_limit = bytes;
+        self
+    }
+
+    /// The largest answer that is kept with its body, in bytes. Of a larger one status and headers are
+    /// kept and the body is marked omitted: the first client gets all of it, a retry is told so, and
+    /// nothing runs twice. Default: [`DEFAULT_RESPONSE_LIMIT`].
+    ///
+    /// # Panics
+    ///
+    /// Beyond 256 MiB: Postgres could not store it.
+    #[track_caller]
+    #[must_use]
+    pub fn response_limit(mut self, bytes: usize) -> Self {
+        assert!(bytes <= 256 * 1024 * 1024, "Policy::response_limit: at most 256 MiB");
+        self.response_limit = bytes;
+        self
+    }
+
+    /// How long a request body may take to arrive; then 408 `body-timeout`, with nothing claimed.
+    /// Default: [`DEFAULT_BODY_TIMEOUT`].
+    ///
+    /// # Panics
+    ///
+    /// Below one millisecond and beyond 100 years.
+    #[track_caller]
+    #[must_use]
+    pub fn body_timeout(mut self, timeout: Duration) -> Self {
+        in_range("body_timeout", timeout, Duration::from_millis(1));
+        self.body_timeout = timeout;
+        self
+    }
+
+    /// How long the body of an answer may take to be produced before it is passed on as a stream and
+    /// counts as omitted. Event streams are passed on at once. Default: [`DEFAULT_STREAM_TIMEOUT`].
+    ///
+    /// # Panics
+    ///
+    /// Below one millisecond and beyond 100 years.
+    #[track_caller]
+    #[must_use]
+    pub fn stream_timeout(mut self, timeout: Duration) -> Self {
+        in_range("stream_timeout", timeout, Duration::from_millis(1));
+        self.stream_timeout = timeout;
+        self
+    }
+
+    /// How long the store may take for what a request asks of it: the claim, and again the completion,
+    /// each with its wait for a connection. Past it a claim is answered with 503 `store-unavailable`,
+    /// and a completion goes on in the background. A statement waits a fifth of it for a row that
+    /// somebody has locked. Default: [`DEFAULT_STORE_TIMEOUT`].
+    ///
+    /// # Panics
+    ///
+    /// Below ten milliseconds and beyond 100 years.
+    #[track_caller]
+    #[must_use]
+    pub fn store_timeout(mut self, timeout: Duration) -> Self {
+        in_range("store_timeout", timeout, Duration::from_millis(10));
+        self.store_timeout = timeout;
+        self
+    }
+
+    /// How many protected requests may run at once in this process, counted over all policies; beyond
+    /// it 503 `busy`. Default: [`DEFAULT_MAX_RUNNING`].
+    #[must_use]
+    pub fn max_running(mut self, requests: NonZeroUsize) -> Self {
+        self.max_running = requests.get();
+        self
+    }
+
+    /// How many requests may wait at once in this process, counted over all policies; beyond it 409
+    /// at once. Default: [`DEFAULT_MAX_WAITING`].
+    #[must_use]
+    pub fn max_waiting(mut self, requests: NonZeroUsize) -> Self {
+        self.max_waiting = requests.get();
+        self
+    }
+
+    /// What `Retry-After` says while a key is outstanding; never more than is left of the lease, and in
+    /// whole seconds, rounded up. Default: [`DEFAULT_RETRY_AFTER`].
+    #[must_use]
+    pub fn retry_after(mut self, seconds: NonZeroU32) -> Self {
+        self.retry_after = Duration::from_secs(seconds.get().into());
+        self
+    }
+
+    /// Which answers are kept. Default: [`Keep::Success`].
+    #[must_use]
+    pub fn keep(mut self, keep: Keep) -> Self {
+        self.keep = keep;
+        self
+    }
+
+    /// What a request gets whose key is outstanding. Default: [`OnOutstanding::Conflict`].
+    ///
+    /// # Panics
+    ///
+    /// For a wait below one millisecond and beyond 100 years.
+    #[track_caller]
+    #[must_use]
+    pub fn on_outstanding(mut self, on_outstanding: OnOutstanding) -> Self {
+        if let OnOutstanding::Wait(wait) = on_outstanding {
+            in_range("on_outstanding", wait, Duration::from_millis(1));
+        }
+        self.on_outstanding = on_outstanding;
+        self
+    }
+
+    /// Keeps a response header out of the store, beside those that belong to one exchange (see
+    /// [`ResponseSnapshot`](crate::ResponseSnapshot)).
+    ///
+    /// # Panics
+    ///
+    /// For what is no header name.
+    #[track_caller]
+    #[must_use]
+    pub fn never_store_header(mut self, name: &str) -> Self {
+        self.unstored_headers.push(header_name("never_store_header", name));
+        self
+    }
+
+    /// The name of the header that marks a replay. Default:
+    /// [`Idempotency-Replayed`](crate::header::IDEMPOTENCY_REPLAYED).
+    ///
+    /// # Panics
+    ///
+    /// For what is no header name.
+    #[track_caller]
+    #[must_use]
+    pub fn replay_marker(mut self, name: &str) -> Self {
+        self.replay_marker = header_name("replay_marker", name);
+        self
+    }
+
+    /// A link to what this API publishes about its keys, for the `type` and `Link` of every refusal
+    /// (IETF draft -07, section 2.7). Default: none, and `type` is `about:blank`.
+    ///
+    /// # Panics
+    ///
+    /// For what cannot stand in a `Link` header.
+    #[track_caller]
+    #[must_use]
+    pub fn documentation(mut self, link: &str) -> Self {
+        assert!(
+            !link.is_empty() && link.bytes().all(|b| b.is_ascii_graphic() && b != b'<' && b != b'>'),
+            "Policy::documentation: a URI has visible ASCII characters only"
+        );
+        self.documentation = Some(link.into());
+        self
+    }
+
+    /// Whether a request is this policy's business at all.
+    pub(crate) fn applies_to(&self, request: &HttpRequest) -> bool {
+        self.methods.contains(request.method()) && !self.skip.as_ref().is_some_and(|skip| skip(request))
+    }
+
+    pub(crate) fn keeps(&self, status: StatusCode) -> bool {
+        self.keep.keeps(status)
+    }
+
+    /// How long a request waits for another's answer.
+    pub(crate) fn patience(&self) -> Duration {
+        match self.on_outstanding {
+            OnOutstanding::Conflict => Duration::ZERO,
+            OnOutstanding::Wait(patience) => patience,
+        }
+    }
+
+    pub(crate) fn warns_of_anonymous(&self) -> bool {
+        self.anonymous == Anonymous::Warned
+    }
+
+    /// How long a statement may wait for a row that somebody has locked.
+    pub(crate) fn lock_timeout(&self) -> Duration {
+        self.store_timeout / 5
+    }
+
+    pub(crate) fn run_limit(&self) -> Duration {
+        self.max_run.unwrap_or(self.lease.saturating_mul(DEFAULT_MAX_RUN_LEASES))
+    }
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Policy")
+            .field("methods", &self.methods)
+            .field("key_required", &self.key_required)
+            .field("retention", &self.retention)
+            .field("lease", &self.lease)
+            .field("keep", &self.keep)
+            .field("on_outstanding", &self.on_outstanding)
+            .finish_non_exhaustive()
+    }
+}
+
+#[track_caller]
+fn in_range(setting: &str, value: Duration, min: Duration) {
+    let max = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    assert!((min..=max).contains(&value), "Policy::{setting}: {value:?} is not between {min:?} and 100 years");
+}
+
+#[track_caller]
+fn header_name(setting: &str, name: &str) -> HeaderName {
+    match HeaderName::from_bytes(name.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => panic!("Policy::{setting}: {name:?} is no header name"),
+    }
+}

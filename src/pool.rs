@@ -1,0 +1,198 @@
+//! A pool that suits this crate.
+
+use std::{num::NonZeroU32, time::Duration};
+
+use diesel::{ConnectionError, ConnectionResult};
+use diesel_async::{
+    AsyncPgConnection,
+    pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod},
+};
+use futures_util::FutureExt;
+use tokio_postgres::{Config, NoTls, config::SslMode};
+
+use crate::{
+    engine::background,
+    error::{Error, ErrorKind},
+    policy::DEFAULT_STORE_TIMEOUT,
+    postgres::PgPool,
+};
+
+/// How many connections a pool has at most: ten, bb8's own default.
+pub const DEFAULT_POOL_SIZE: u32 = 10;
+
+/// A pool of at most [`DEFAULT_POOL_SIZE`] connections to `url`
+/// (`postgres://user:password@host/database?sslmode=require` or `host=… user=…`). Connections open
+/// when they are needed. See [`PoolBuilder`].
+///
+/// # Errors
+///
+/// [`ErrorKind::Configuration`] where the string cannot be parsed, or asks for TLS and the crate's
+/// `rustls` feature is off.
+///
+/// ```
+/// # async fn example() -> Result<(), actix_idempotency::Error> {
+/// let pool = actix_idempotency::pool("postgres://localhost/shop")?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn pool(url: &str) -> Result<PgPool, Error> {
+    PoolBuilder::new(url).build()
+}
+
+/// How a pool is made. Two things are not bb8's defaults:
+///
+/// - **No test at checkout.** A `SELECT 1` before every use costs a round trip for each. A dead
+///   connection is recognised when it is taken (its socket is closed) or by the first statement, and
+///   a claim may be sent again.
+/// - **One thread drives all connections.** Otherwise each is driven by the worker that happened to
+///   open it, and a handler that blocks that worker stalls the others' statements.
+///
+/// Any other pool of the type [`PgPool`] does as well.
+#[derive(Debug)]
+pub struct PoolBuilder {
+    url: Url,
+    size: NonZeroU32,
+    timeout: Duration,
+}
+
+/// The connection string, which may hold a password.
+struct Url(String);
+
+impl std::fmt::Debug for Url {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("…")
+    }
+}
+
+impl PoolBuilder {
+    /// A pool for `url`, with the defaults.
+    #[must_use]
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: Url(url.into()),
+            size: NonZeroU32::new(DEFAULT_POOL_SIZE).unwrap_or(NonZeroU32::MIN),
+            timeout: DEFAULT_STORE_TIMEOUT,
+        }
+    }
+
+    /// How many connections at most. Default: [`DEFAULT_POOL_SIZE`]. One is enough to work.
+    #[must_use]
+    pub fn max_size(mut self, connections: NonZeroU32) -> Self {
+        self.size = connections;
+        self
+    }
+
+    /// How long to wait for a free connection. Default: 5 s, as for every statement of this crate.
+    ///
+    /// # Panics
+    ///
+    /// For zero.
+    #[track_caller]
+    #[must_use]
+    pub fn connection_timeout(mut self, timeout: Duration) -> Self {
+        assert!(!timeout.is_zero(), "PoolBuilder::connection_timeout: must not be zero");
+        self.timeout = timeout;
+        self
+    }
+
+    /// The pool. Connects to nothing yet.
+    ///
+    /// # Errors
+    ///
+    /// As [`pool`].
+    pub fn build(self) -> Result<PgPool, Error> {
+        let Url(url) = self.url;
+        parse(&url)?;
+        let mut config = ManagerConfig::default();
+        config.recycling_method = RecyclingMethod::Fast;
+        config.custom_setup = Box::new(|url| {
+            let url = url.to_owned();
+            let connecting = background::handle().spawn(async move { connect(&url).await });
+            async { connecting.await.map_err(|error| ConnectionError::BadConnection(error.to_string()))? }.boxed()
+        });
+        Ok(PgPool::builder()
+            .max_size(self.size.get())
+            .connection_timeout(self.timeout)
+            .test_on_check_out(false)
+            .build_unchecked(AsyncDieselConnectionManager::new_with_config(url, config)))
+    }
+}
+
+/// A connection that is driven by the runtime this is called on.
+pub(crate) async fn connect(url: &str) -> ConnectionResult<AsyncPgConnection> {
+    let config = url.parse::<Config>().map_err(|error| ConnectionError::InvalidConnectionUrl(error.to_string()))?;
+    let bad = |error: tokio_postgres::Error| ConnectionError::BadConnection(chain(&error));
+    #[cfg(feature = "rustls")]
+    if config.get_ssl_mode() != SslMode::Disable {
+        let tls = tls::connector().map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
+        let (client, connection) = config.connect(tls).await.map_err(bad)?;
+        return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
+    }
+    let (client, connection) = config.connect(NoTls).await.map_err(bad)?;
+    AsyncPgConnection::try_from_client_and_connection(client, connection).await
+}
+
+/// tokio-postgres says "error connecting to server" and leaves the reason to its source.
+fn chain(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        None => error.to_string(),
+        Some(source) => format!("{error}: {}", chain(source)),
+    }
+}
+
+/// Fails for what can be known without connecting. The message does not quote the string.
+pub(crate) fn parse(url: &str) -> Result<Config, Error> {
+    let config = url
+        .parse::<Config>()
+        .map_err(|error| Error::new(ErrorKind::Configuration, "the connection string cannot be used").because(error))?;
+    if cfg!(not(feature = "rustls")) && config.get_ssl_mode() == SslMode::Require {
+        return Err(Error::new(
+            ErrorKind::Configuration,
+            "sslmode=require needs the feature `rustls` of actix-idempotency, or a pool of your own that speaks TLS",
+        ));
+    }
+    Ok(config)
+}
+
+#[cfg(feature = "rustls")]
+mod tls {
+    use std::{io, sync::Arc};
+
+    use rustls::{ClientConfig, RootCertStore, crypto::ring};
+    use tokio_postgres_rustls::MakeRustlsConnect;
+
+    /// Checks the server's certificate against those that the system trusts (`SSL_CERT_FILE` and
+    /// `SSL_CERT_DIR` name others). Stricter than libpq's `sslmode=require`, which checks nothing.
+    pub(super) fn connector() -> io::Result<MakeRustlsConnect> {
+        let found = rustls_native_certs::load_native_certs();
+        let mut roots = RootCertStore::empty();
+        roots.add_parsable_certificates(found.certs);
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(io::Error::other)?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        Ok(MakeRustlsConnect::new(config))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bad_string_is_refused_without_being_quoted() {
+        let error = pool("postgres://alice:hunter2@localhost/shop?sslmode=sometimes").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Configuration);
+        assert!(!format!("{error:?}").contains("hunter2"), "{error:?}");
+        assert!(!format!("{:?}", PoolBuilder::new("postgres://alice:hunter2@localhost")).contains("hunter2"));
+    }
+
+    #[cfg(not(feature = "rustls"))]
+    #[test]
+    fn tls_without_the_feature_is_refused_by_name() {
+        let error = pool("postgres://localhost/shop?sslmode=require").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Configuration);
+        assert!(error.to_string().contains("`rustls`"), "{error}");
+    }
+}

@@ -1,0 +1,295 @@
+//! The life of a row: claimed, renewed, completed or released, taken over.
+//!
+//! Only the database's clock decides. Every write after the claim is fenced (`id`, `owner`) and
+//! pinned (`state`): 0 rows is an answer, and says that somebody else was first. Nothing here waits
+//! for ever: what can meet a row lock passes it by (SKIP LOCKED) or sets `lock_timeout` for the one
+//! transaction that the statement is.
+
+use diesel::{
+    QueryResult, Queryable,
+    sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text},
+};
+use diesel_async::RunQueryDsl;
+
+use super::{AsyncPgConnection, statement};
+
+/// What a claim writes.
+#[derive(Clone, Copy)]
+pub(crate) struct NewClaim<'a> {
+    pub(crate) id: &'a [u8],
+    pub(crate) domain: &'a str,
+    pub(crate) tenant: Option<&'a str>,
+    pub(crate) principal: Option<&'a str>,
+    pub(crate) resource: &'a str,
+    pub(crate) key: &'a str,
+    pub(crate) fingerprint: &'a [u8],
+    pub(crate) recipe: &'a [u8],
+    pub(crate) recipe_version: i16,
+    pub(crate) owner: &'a [u8],
+    pub(crate) seed: &'a [u8],
+    pub(crate) lease_ms: i64,
+    /// `None`: for ever.
+    pub(crate) retention_ms: Option<i64>,
+    pub(crate) lock_timeout_ms: i64,
+}
+
+statement! {
+    /// The setting is local to the transaction that this statement is; the join makes it take effect
+    /// before the row is inserted.
+    struct Insert {
+        lock_timeout_ms: i64, id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>,
+        resource: str, key: str, fingerprint: [u8], recipe: [u8], recipe_version: i16, owner: [u8],
+        seed: [u8], lease_ms: i64, retention_ms: Option<i64>,
+    }
+    [
+        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
+         INSERT INTO idempotency_keys (id, domain, tenant, principal, resource, key, fingerprint, recipe, \
+         recipe_version, state, owner, attempt, seed, created_at, leased_until, expires_at) SELECT ",
+        (id: Binary), ", ", (domain: Text), ", ", (tenant: Nullable<Text>), ", ", (principal: Nullable<Text>), ", ",
+        (resource: Text), ", ", (key: Text), ", ", (fingerprint: Binary), ", ", (recipe: Binary), ", ",
+        (recipe_version: SmallInt), ", 'outstanding', ", (owner: Binary), ", 1, ", (seed: Binary), ", now(), now() + ",
+        (lease_ms: BigInt), " * interval '1 millisecond', now() + ",
+        (retention_ms: Nullable<BigInt>), " * interval '1 millisecond' \
+         FROM lock WHERE lock.set IS NOT NULL ON CONFLICT (id) DO NOTHING",
+    ]
+}
+
+/// Whether the row is now ours; `false` where there is one already.
+pub(crate) async fn insert(conn: &mut AsyncPgConnection, new: &NewClaim<'_>) -> QueryResult<bool> {
+    let rows = Insert {
+        lock_timeout_ms: &new.lock_timeout_ms,
+        id: new.id,
+        domain: new.domain,
+        tenant: &new.tenant,
+        principal: &new.principal,
+        resource: new.resource,
+        key: new.key,
+        fingerprint: new.fingerprint,
+        recipe: new.recipe,
+        recipe_version: &new.recipe_version,
+        owner: new.owner,
+        seed: new.seed,
+        lease_ms: &new.lease_ms,
+        retention_ms: &new.retention_ms,
+    }
+    .execute(conn)
+    .await?;
+    Ok(rows == 1)
+}
+
+/// A row as a claim sees it.
+#[derive(Debug, Queryable)]
+pub(crate) struct Row {
+    pub(crate) fingerprint: Vec<u8>,
+    pub(crate) recipe: Vec<u8>,
+    pub(crate) recipe_version: i16,
+    pub(crate) state: String,
+    pub(crate) owner: Vec<u8>,
+    pub(crate) attempt: i32,
+    pub(crate) seed: Vec<u8>,
+    /// What is left of the lease of an outstanding row; 0 or less: it has lapsed.
+    pub(crate) lease_left_ms: i64,
+    pub(crate) expired: bool,
+    pub(crate) status: Option<i16>,
+    pub(crate) header_names: Option<Vec<String>>,
+    pub(crate) header_values: Option<Vec<Vec<u8>>>,
+    pub(crate) body: Option<Vec<u8>>,
+    pub(crate) snapshot_version: Option<i16>,
+}
+
+statement! {
+    struct Look { id: [u8] }
+    returns (
+        Binary, Binary, SmallInt, Text, Binary, Integer, Binary, BigInt, Bool, Nullable<SmallInt>,
+        Nullable<Array<Text>>, Nullable<Array<Binary>>, Nullable<Binary>, Nullable<SmallInt>,
+    );
+    [
+        "SELECT fingerprint, recipe, recipe_version, state, owner, attempt, seed, \
+         ceil(extract(epoch FROM leased_until - clock_timestamp()) * 1000)::bigint, \
+         coalesce(coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp(), false), \
+         status, header_names, header_values, body, snapshot_version \
+         FROM idempotency_keys WHERE id = ",
+        (id: Binary),
+    ]
+}
+
+/// Never waits for a lock, and writes nothing.
+pub(crate) async fn look(conn: &mut AsyncPgConnection, id: &[u8]) -> QueryResult<Option<Row>> {
+    let rows: Vec<Row> = Look { id }.load(conn).await?;
+    Ok(rows.into_iter().next())
+}
+
+statement! {
+    /// One statement for every way of taking over: expired, released, lapsed. Which of them the caller
+    /// saw is pinned by `owner` and `state`; that one of them still holds is asked again here.
+    struct TakeOver {
+        id: [u8], seen_owner: [u8], seen_state: str, owner: [u8], attempt: i32, seed: [u8], fingerprint: [u8],
+        recipe: [u8], recipe_version: i16, lease_ms: i64, retention_ms: Option<i64>, anew: bool,
+    }
+    [
+        "WITH seen AS MATERIALIZED (SELECT id FROM idempotency_keys WHERE id = ", (id: Binary),
+        " AND owner = ", (seen_owner: Binary), " AND state = ", (seen_state: Text),
+        " AND (state = 'released' OR state = 'outstanding' AND leased_until <= clock_timestamp() \
+         OR coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp()) \
+         FOR NO KEY UPDATE SKIP LOCKED) \
+         UPDATE idempotency_keys AS k SET state = 'outstanding', owner = ", (owner: Binary),
+        ", attempt = ", (attempt: Integer), ", seed = ", (seed: Binary), ", fingerprint = ", (fingerprint: Binary),
+        ", recipe = ", (recipe: Binary), ", recipe_version = ", (recipe_version: SmallInt),
+        ", leased_until = now() + ", (lease_ms: BigInt), " * interval '1 millisecond', \
+         created_at = CASE WHEN ", (anew: Bool), " THEN now() ELSE created_at END, \
+         expires_at = CASE WHEN ", (anew: Bool), " THEN now() + ", (retention_ms: Nullable<BigInt>),
+        " * interval '1 millisecond' ELSE expires_at END, \
+         completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
+         body_omitted = false, snapshot_version = NULL \
+         FROM seen WHERE k.id = seen.id AND k.owner = ", (seen_owner: Binary), " AND k.state = ", (seen_state: Text),
+    ]
+}
+
+/// How a row is taken over.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Takeover<'a> {
+    pub(crate) seen_owner: &'a [u8],
+    pub(crate) seen_state: &'a str,
+    pub(crate) attempt: i32,
+    pub(crate) seed: &'a [u8],
+    /// Another operation than the row was about: its retention starts now.
+    pub(crate) anew: bool,
+}
+
+/// Whether the row is now ours. Of any number of racers one wins; the others find another owner.
+pub(crate) async fn take_over(
+    conn: &mut AsyncPgConnection,
+    new: &NewClaim<'_>,
+    over: &Takeover<'_>,
+) -> QueryResult<bool> {
+    let rows = TakeOver {
+        id: new.id,
+        seen_owner: over.seen_owner,
+        seen_state: over.seen_state,
+        owner: new.owner,
+        attempt: &over.attempt,
+        seed: over.seed,
+        fingerprint: new.fingerprint,
+        recipe: new.recipe,
+        recipe_version: &new.recipe_version,
+        lease_ms: &new.lease_ms,
+        retention_ms: &new.retention_ms,
+        anew: &over.anew,
+    }
+    .execute(conn)
+    .await?;
+    Ok(rows == 1)
+}
+
+/// What a completion stores.
+#[derive(Clone, Copy)]
+pub(crate) struct Answer<'a> {
+    pub(crate) status: i16,
+    pub(crate) header_names: &'a [&'a str],
+    pub(crate) header_values: &'a [&'a [u8]],
+    pub(crate) body: Option<&'a [u8]>,
+    pub(crate) snapshot_version: i16,
+}
+
+statement! {
+    struct Complete {
+        lock_timeout_ms: i64, id: [u8], owner: [u8], status: i16, header_names: &'a [&'a str],
+        header_values: &'a [&'a [u8]], body: Option<&'a [u8]>, body_omitted: bool, snapshot_version: i16,
+    }
+    [
+        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
+         UPDATE idempotency_keys SET state = 'completed', completed_at = greatest(created_at, clock_timestamp()), status = ",
+        (status: SmallInt), ", header_names = ", (header_names: Array<Text>), ", header_values = ",
+        (header_values: Array<Binary>), ", body = ", (body: Nullable<Binary>), ", body_omitted = ",
+        (body_omitted: Bool), ", snapshot_version = ", (snapshot_version: SmallInt),
+        " FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
+        " AND state = 'outstanding'",
+    ]
+}
+
+/// Whether the answer is stored; `false`: the lease was lost.
+pub(crate) async fn complete(
+    conn: &mut AsyncPgConnection,
+    id: &[u8],
+    owner: &[u8],
+    answer: &Answer<'_>,
+    lock_timeout_ms: i64,
+) -> QueryResult<bool> {
+    let rows = Complete {
+        lock_timeout_ms: &lock_timeout_ms,
+        id,
+        owner,
+        status: &answer.status,
+        header_names: &answer.header_names,
+        header_values: &answer.header_values,
+        body: &answer.body,
+        body_omitted: &answer.body.is_none(),
+        snapshot_version: &answer.snapshot_version,
+    }
+    .execute(conn)
+    .await?;
+    Ok(rows == 1)
+}
+
+statement! {
+    struct Release { lock_timeout_ms: i64, id: [u8], owner: [u8], status: Option<i16> }
+    [
+        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
+         UPDATE idempotency_keys SET state = 'released', \
+         leased_until = least(leased_until, clock_timestamp()), status = ",
+        (status: Nullable<SmallInt>),
+        " FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
+        " AND state = 'outstanding'",
+    ]
+}
+
+/// Whether the key is free again; `false`: the lease was lost, or the row is completed.
+pub(crate) async fn release(
+    conn: &mut AsyncPgConnection,
+    id: &[u8],
+    owner: &[u8],
+    status: Option<i16>,
+    lock_timeout_ms: i64,
+) -> QueryResult<bool> {
+    let rows = Release { lock_timeout_ms: &lock_timeout_ms, id, owner, status: &status }.execute(conn).await?;
+    Ok(rows == 1)
+}
+
+statement! {
+    /// A row that is locked is passed by: it is renewed the next time, and holds up no other.
+    struct Renew { ids: &'a [&'a [u8]], owners: &'a [&'a [u8]], lease_ms: &'a [i64] }
+    returns Binary;
+    [
+        "WITH due AS MATERIALIZED (SELECT k.id, lease.ms FROM unnest(", (ids: Array<Binary>), ", ",
+        (owners: Array<Binary>), ", ", (lease_ms: Array<BigInt>), ") AS lease (id, owner, ms) \
+         JOIN idempotency_keys AS k ON k.id = lease.id AND k.owner = lease.owner AND k.state = 'outstanding' \
+         FOR NO KEY UPDATE OF k SKIP LOCKED) \
+         UPDATE idempotency_keys AS k SET leased_until = clock_timestamp() + due.ms * interval '1 millisecond' \
+         FROM due WHERE k.id = due.id AND k.state = 'outstanding' RETURNING k.id",
+    ]
+}
+
+/// The ids of the leases that go on. Of the others somebody holds the row, or has it.
+pub(crate) async fn renew(
+    conn: &mut AsyncPgConnection,
+    ids: &[&[u8]],
+    owners: &[&[u8]],
+    lease_ms: &[i64],
+) -> QueryResult<Vec<Vec<u8>>> {
+    Renew { ids: &ids, owners: &owners, lease_ms: &lease_ms }.load(conn).await
+}
+
+statement! {
+    struct Settled { ids: &'a [&'a [u8]] }
+    returns Binary;
+    [
+        "SELECT waited.id FROM unnest(", (ids: Array<Binary>), ") AS waited (id) \
+         LEFT JOIN idempotency_keys AS k ON k.id = waited.id \
+         WHERE k.id IS NULL OR k.state <> 'outstanding' OR k.leased_until <= clock_timestamp()",
+    ]
+}
+
+/// Which of these keys somebody who waits for them should look at again.
+pub(crate) async fn settled(conn: &mut AsyncPgConnection, ids: &[&[u8]]) -> QueryResult<Vec<Vec<u8>>> {
+    Settled { ids: &ids }.load(conn).await
+}

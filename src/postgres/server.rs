@@ -1,0 +1,76 @@
+//! What the check at start-up asks of the server.
+
+use diesel::{
+    QueryResult,
+    sql_types::{Bool, Integer, Text},
+};
+use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
+
+use super::{AsyncPgConnection, statement};
+
+/// Fails unless the table is there with every column that this version uses.
+pub(crate) async fn table_is_there(conn: &mut AsyncPgConnection) -> QueryResult<()> {
+    diesel::sql_query(
+        "SELECT id, domain, tenant, principal, resource, key, fingerprint, recipe, recipe_version, state, owner, \
+         attempt, seed, created_at, leased_until, completed_at, expires_at, status, header_names, header_values, body, \
+         body_omitted, snapshot_version FROM idempotency_keys LIMIT 0",
+    )
+    .execute(conn)
+    .await
+    .map(drop)
+}
+
+/// Whether the role may do everything that a claim, a completion and the sweeper do.
+pub(crate) async fn may_write(conn: &mut AsyncPgConnection) -> QueryResult<bool> {
+    diesel::select(diesel::dsl::sql::<Bool>(
+        "has_table_privilege('idempotency_keys', 'SELECT') AND has_table_privilege('idempotency_keys', 'INSERT') \
+         AND has_table_privilege('idempotency_keys', 'UPDATE') AND has_table_privilege('idempotency_keys', 'DELETE')",
+    ))
+    .get_result(conn)
+    .await
+}
+
+/// Whether the table has the constraint that the newest migration of this version has given it.
+pub(crate) async fn has_constraint(conn: &mut AsyncPgConnection, name: &str) -> QueryResult<bool> {
+    diesel::select(
+        diesel::dsl::sql::<Bool>(
+            "EXISTS (SELECT FROM pg_constraint WHERE conrelid = 'idempotency_keys'::regclass AND conname = ",
+        )
+        .bind::<Text, _>(name)
+        .sql(")"),
+    )
+    .get_result(conn)
+    .await
+}
+
+pub(crate) async fn is_replica(conn: &mut AsyncPgConnection) -> QueryResult<bool> {
+    diesel::select(diesel::dsl::sql::<Bool>("pg_is_in_recovery()")).get_result(conn).await
+}
+
+pub(crate) async fn is_read_only(conn: &mut AsyncPgConnection) -> QueryResult<bool> {
+    diesel::select(diesel::dsl::sql::<Bool>("current_setting('transaction_read_only')::boolean")).get_result(conn).await
+}
+
+statement! {
+    /// The process that serves this connection, by a statement that is prepared under a name.
+    struct Backend { nothing: i32 }
+    returns Integer;
+    ["SELECT pg_backend_pid() + ", (nothing: Integer)]
+}
+
+pub(crate) async fn backend(conn: &mut AsyncPgConnection) -> QueryResult<i32> {
+    Backend { nothing: &0 }.get_result(conn).await
+}
+
+/// Begins a transaction that the caller ends by closing the connection: through a pooler it holds a
+/// server connection for itself.
+pub(crate) async fn hold(conn: &mut AsyncPgConnection) -> QueryResult<()> {
+    conn.batch_execute("BEGIN").await
+}
+
+/// Until the end of the transaction, one migrates at a time. The number is this crate's own.
+pub(crate) fn lock_migrations(
+    conn: &mut impl diesel::connection::LoadConnection<Backend = diesel::pg::Pg>,
+) -> QueryResult<()> {
+    diesel::RunQueryDsl::execute(diesel::sql_query("SELECT pg_advisory_xact_lock(4826201893301942)"), conn).map(drop)
+}

@@ -1,0 +1,23 @@
+//! Expired rows go, a batch at a time.
+
+use diesel::{QueryResult, sql_types::BigInt};
+use diesel_async::RunQueryDsl;
+
+use super::{AsyncPgConnection, statement};
+
+statement! {
+    /// `expires_at` is a lower bound that the index finds; the second condition decides. An
+    /// outstanding row expires by the end of its lease, so that a live one is never touched.
+    struct DeleteExpired { limit: i64 }
+    [
+        "WITH expired AS MATERIALIZED (SELECT id FROM idempotency_keys WHERE expires_at <= clock_timestamp() \
+         AND coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp() \
+         ORDER BY expires_at LIMIT ", (limit: BigInt), " FOR UPDATE SKIP LOCKED) \
+         DELETE FROM idempotency_keys AS k USING expired WHERE k.id = expired.id",
+    ]
+}
+
+/// How many rows went, at most `limit`. Rows that somebody holds are left for the next time.
+pub(crate) async fn delete_expired(conn: &mut AsyncPgConnection, limit: i64) -> QueryResult<usize> {
+    DeleteExpired { limit: &limit }.execute(conn).await
+}

@@ -1,0 +1,177 @@
+//! Expired rows go, in small batches.
+//!
+//! An expired key is claimed anew whether or not its row has been swept: sweeping is for the size of
+//! the table, not for what is right. An engine sweeps by itself from its first protected request on;
+//! [`Idempotency::without_sweeper`](crate::Idempotency::without_sweeper) leaves it to a [`Sweeper`]
+//! elsewhere, in a job for example.
+
+use std::{
+    fmt,
+    num::NonZeroU32,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use rand::RngExt as _;
+use tokio::{sync::Notify, task::JoinHandle, time::sleep};
+
+use crate::{
+    engine::{
+        background,
+        store::{Line, Store, in_time},
+    },
+    error::Error,
+    policy::DEFAULT_STORE_TIMEOUT,
+    postgres::{PgPool, sweep},
+    telemetry,
+};
+
+/// How often a sweeper looks: every minute.
+pub const DEFAULT_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
+/// How many rows go in one statement: few enough that none holds its locks for long.
+pub const DEFAULT_SWEEP_BATCH: u32 = 1000;
+/// A retention of milliseconds must not make the sweeper spin.
+const MIN_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Deletes expired rows. Several at once, in one process or many, do not get in each other's way.
+///
+/// ```no_run
+/// # async fn example(pool: actix_idempotency::PgPool) -> Result<(), actix_idempotency::Error> {
+/// use actix_idempotency::Sweeper;
+///
+/// // In a job that runs once a night:
+/// let rows = Sweeper::new(pool.clone()).sweep_once().await?;
+///
+/// // Or for as long as the process runs:
+/// let sweeping = Sweeper::new(pool).spawn();
+/// // ...
+/// sweeping.stop().await;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Sweeper {
+    pool: PgPool,
+    interval: Duration,
+    batch: NonZeroU32,
+}
+
+impl Sweeper {
+    /// A sweeper with the defaults. It opens a connection of its own, outside the pool's count, for
+    /// each round.
+    #[must_use]
+    pub fn new(pool: PgPool) -> Self {
+        Self {
+            pool,
+            interval: DEFAULT_SWEEP_INTERVAL,
+            batch: NonZeroU32::new(DEFAULT_SWEEP_BATCH).unwrap_or(NonZeroU32::MIN),
+        }
+    }
+
+    /// The time between two rounds, give or take a fifth, so that the processes of a service do not
+    /// all sweep at once. Default: [`DEFAULT_SWEEP_INTERVAL`]; at least half a second.
+    #[must_use]
+    pub fn interval(mut self, interval: Duration) -> Self {
+        self.interval = interval.max(MIN_INTERVAL);
+        self
+    }
+
+    /// How many rows go in one statement. Default: [`DEFAULT_SWEEP_BATCH`].
+    #[must_use]
+    pub fn batch(mut self, rows: NonZeroU32) -> Self {
+        self.batch = rows;
+        self
+    }
+
+    /// Deletes what has expired, batch by batch, each in its own transaction, and returns how many
+    /// rows went. Rows that somebody holds stay for the next time.
+    ///
+    /// # Errors
+    ///
+    /// Where the store fails; what went before stays gone.
+    pub async fn sweep_once(&self) -> Result<u64, Error> {
+        let store = Store { pool: self.pool.clone() };
+        let mut line = Line::default();
+        let mut swept = 0;
+        loop {
+            let batch = async { Ok(sweep::delete_expired(line.get(&store).await?, self.batch.get().into()).await?) };
+            let rows = in_time(DEFAULT_STORE_TIMEOUT, batch).await?;
+            swept += rows as u64;
+            if rows < self.batch.get() as usize {
+                telemetry::swept(swept);
+                return Ok(swept);
+            }
+        }
+    }
+
+    /// Sweeps on the background thread until the handle is stopped or dropped. An error is logged and
+    /// the loop goes on.
+    #[must_use = "dropping the handle stops the sweeper"]
+    pub fn spawn(self) -> Sweeping {
+        let pace = Arc::new(Pace { interval: Mutex::new(self.interval), changed: Notify::new() });
+        let task = background::handle().spawn(self.keep_sweeping(Arc::clone(&pace)));
+        Sweeping { pace, task }
+    }
+
+    async fn keep_sweeping(self, pace: Arc<Pace>) {
+        loop {
+            tokio::select! {
+                () = sleep(pace.next()) => {}
+                () = pace.changed.notified() => continue,
+            }
+            if let Err(error) = self.sweep_once().await {
+                telemetry::store_failed("expired rows could not be swept", &error);
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Sweeper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sweeper").field("interval", &self.interval).field("batch", &self.batch).finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
+struct Pace {
+    interval: Mutex<Duration>,
+    changed: Notify,
+}
+
+impl Pace {
+    fn next(&self) -> Duration {
+        let interval = *self.interval.lock().unwrap_or_else(PoisonError::into_inner);
+        interval.mul_f64(rand::rng().random_range(0.8..1.2))
+    }
+}
+
+/// A sweeper at work. Dropping it stops it; a batch in flight is then rolled back or done, as it comes.
+#[derive(Debug)]
+pub struct Sweeping {
+    pace: Arc<Pace>,
+    task: JoinHandle<()>,
+}
+
+impl Sweeping {
+    /// Stops the sweeper and waits until it has stopped.
+    pub async fn stop(mut self) {
+        self.task.abort();
+        let _ = (&mut self.task).await;
+    }
+
+    /// Sweeps at least this often, from now on.
+    pub(crate) fn at_least_every(&self, interval: Duration) {
+        let interval = interval.max(MIN_INTERVAL);
+        let mut current = self.pace.interval.lock().unwrap_or_else(PoisonError::into_inner);
+        if interval < *current {
+            *current = interval;
+            self.pace.changed.notify_one();
+        }
+    }
+}
+
+impl Drop for Sweeping {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
