@@ -158,7 +158,8 @@ mod tests {
             let bare = read(text.as_bytes()).unwrap();
             let quoted = read(format!("\"{text}\"").as_bytes()).unwrap();
             prop_assert_eq!(&bare, &quoted);
-            prop_assert_eq!(bare.unwrap().as_str(), text);
+            let bare = bare.unwrap();
+            prop_assert_eq!(bare.as_str(), text);
         }
     }
 }

@@ -142,7 +142,6 @@ impl Idempotency {
     }
 
     /// For `HttpServer::shutdown_signal`: see [`Drain`].
-    #[must_use]
     pub fn drain(&self) -> Drain {
         Drain::new(self.engine.clone())
     }

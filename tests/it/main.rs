@@ -1,1 +1,4 @@
+//! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
+mod smoke;
+mod support;

@@ -1,0 +1,102 @@
+//! A Postgres server of the test's own, from the binaries that `./with-postgres` found.
+
+use std::{
+    env, fs,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+pub struct Cluster {
+    directory: PathBuf,
+    port: u16,
+    bin: PathBuf,
+    user: String,
+}
+
+impl Cluster {
+    /// A server with these settings on top of its defaults, `name = value` each.
+    pub fn start(settings: &[&str]) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let bin = env::var("POSTGRES_BIN").expect("POSTGRES_BIN is not set: run the tests by ./with-postgres");
+        let user = env::var("POSTGRES_OS_USER").unwrap_or_default();
+        let directory =
+            env::temp_dir().join(format!("it-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+        let _ = fs::remove_dir_all(&directory);
+        fs::create_dir(&directory).unwrap();
+        let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+        let cluster = Self { directory, port, bin: bin.into(), user };
+        if !cluster.user.is_empty() {
+            succeed(Command::new("chown").arg(&cluster.user).arg(&cluster.directory));
+        }
+        let data = cluster.data();
+        cluster.run("initdb", &["--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-sync", "-D", &data]);
+        let mut conf = format!(
+            "listen_addresses = '127.0.0.1'\nport = {port}\nunix_socket_directories = ''\nmax_connections = 200\n"
+        );
+        settings.iter().for_each(|setting| conf.push_str(&format!("{setting}\n")));
+        let path = Path::new(&data).join("postgresql.conf");
+        let before = fs::read_to_string(&path).unwrap();
+        fs::write(path, before + &conf).unwrap();
+        cluster.up();
+        cluster
+    }
+
+    pub fn url(&self) -> String {
+        format!("postgres://postgres@127.0.0.1:{}/postgres", self.port)
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub fn up(&self) {
+        let log = self.directory.join("log").display().to_string();
+        self.run("pg_ctl", &["start", "--wait", "--silent", "-D", &self.data(), "-l", &log]);
+    }
+
+    /// As a crash: no checkpoint, every connection cut.
+    pub fn down(&self) {
+        self.run("pg_ctl", &["stop", "--wait", "--silent", "--mode=immediate", "-D", &self.data()]);
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.directory.join("log")).unwrap()
+    }
+
+    fn data(&self) -> String {
+        self.directory.join("data").display().to_string()
+    }
+
+    fn run(&self, program: &str, arguments: &[&str]) {
+        let program = self.bin.join(program);
+        if self.user.is_empty() {
+            succeed(Command::new(program).args(arguments));
+        } else {
+            // `--` ends runuser's own options.
+            succeed(Command::new("runuser").args(["-u", &self.user, "--"]).arg(program).args(arguments));
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        let data = self.data();
+        let stop = ["stop", "--wait", "--silent", "--mode=immediate", "-D", &data];
+        let program = self.bin.join("pg_ctl");
+        let _ = if self.user.is_empty() {
+            Command::new(program).args(stop).output()
+        } else {
+            Command::new("runuser").args(["-u", &self.user, "--"]).arg(program).args(stop).output()
+        };
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+#[track_caller]
+fn succeed(command: &mut Command) -> Output {
+    let output = command.current_dir(env::temp_dir()).output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    output
+}

@@ -1,0 +1,143 @@
+//! A server in this process: a real port, two workers or more, a database of its own.
+
+use std::net::SocketAddr;
+
+use actix_idempotency::{Idempotency, PgPool, Policy};
+use actix_web::{
+    App, HttpServer,
+    dev::ServerHandle,
+    web::{Data, ServiceConfig},
+};
+use reqwest::{Client, Method, RequestBuilder};
+
+use super::{
+    app::{self, Misbehaved},
+    client::{Raw, client},
+    db::Db,
+    gate::Gate,
+};
+
+pub struct Rig {
+    pub db: Db,
+    pub pool: PgPool,
+    pub idempotency: Idempotency,
+    pub gate: Gate,
+    pub server: Server,
+    pub client: Client,
+}
+
+/// A rig under construction.
+pub struct Builder {
+    policy: Policy,
+    pool_size: u32,
+    workers: usize,
+}
+
+impl Rig {
+    /// The default policy, with anonymous principals allowed, a pool of five and two workers.
+    pub async fn start() -> Self {
+        Self::builder().start().await
+    }
+
+    pub async fn with(policy: Policy) -> Self {
+        Self::builder().policy(policy).start().await
+    }
+
+    pub fn builder() -> Builder {
+        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2 }
+    }
+
+    pub fn post(&self, path: &str) -> RequestBuilder {
+        self.client.post(self.server.url(path))
+    }
+
+    pub fn get(&self, path: &str) -> RequestBuilder {
+        self.client.get(self.server.url(path))
+    }
+
+    pub fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        self.client.request(method, self.server.url(path))
+    }
+
+    pub async fn raw(&self) -> Raw {
+        Raw::connect(self.server.address).await
+    }
+}
+
+impl Builder {
+    pub fn policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    pub fn pool_size(mut self, connections: u32) -> Self {
+        self.pool_size = connections;
+        self
+    }
+
+    pub fn workers(mut self, workers: usize) -> Self {
+        self.workers = workers;
+        self
+    }
+
+    /// With the routes of `app.rs`.
+    pub async fn start(self) -> Rig {
+        self.serve(|config, idempotency, _| app::routes(config, idempotency)).await
+    }
+
+    /// With routes of the test's own.
+    pub async fn serve<F>(self, routes: F) -> Rig
+    where
+        F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
+    {
+        let db = Db::new().await;
+        let pool = db.pool(self.pool_size);
+        let idempotency = Idempotency::postgres(pool.clone()).with(self.policy);
+        let gate = Gate::new();
+        let server = Server::start(self.workers, pool.clone(), idempotency.clone(), gate.clone(), routes);
+        Rig { db, pool, idempotency, gate, server, client: client() }
+    }
+}
+
+/// A listening server; stopped when dropped, without waiting for anybody.
+pub struct Server {
+    pub address: SocketAddr,
+    pub handle: ServerHandle,
+}
+
+impl Server {
+    pub fn start<F>(workers: usize, pool: PgPool, idempotency: Idempotency, gate: Gate, routes: F) -> Self
+    where
+        F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
+    {
+        let misbehaved = Misbehaved::default();
+        let server = HttpServer::new(move || {
+            let (routes, idempotency, pool) = (routes.clone(), idempotency.clone(), pool.clone());
+            App::new()
+                .app_data(Data::new(pool.clone()))
+                .app_data(Data::new(gate.clone()))
+                .app_data(Data::new(misbehaved.clone()))
+                .configure(move |config| routes(config, &idempotency, &pool))
+        })
+        .workers(workers)
+        .disable_signals()
+        .bind(("127.0.0.1", 0))
+        .unwrap();
+        let address = server.addrs()[0];
+        let running = server.run();
+        let handle = running.handle();
+        actix_web::rt::spawn(running);
+        Self { address, handle }
+    }
+
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // The command is sent when `stop` is called; nobody has to wait for it.
+        drop(self.handle.stop(false));
+    }
+}
