@@ -373,9 +373,12 @@ where
 
     /// There is no answer: the handler's future is gone, and the request with it.
     async fn fail(&self, lease: Lease, code: Code) -> ActixResult<Response<B>> {
-        lease.release(code.status()).await;
+        let refusal = Refusal::new(code).documented(self.policy.documentation.as_ref());
+        if lease.release(code.status()).await == Ended::Lost {
+            return Err(InternalError::from_response(refusal, self.overtaken().await).into());
+        }
         self.report(code.as_str());
-        Err(Refusal::new(code).documented(self.policy.documentation.as_ref()).into())
+        Err(refusal.into())
     }
 
     /// Captured, completed or released, and only then sent.
