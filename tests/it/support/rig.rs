@@ -31,6 +31,7 @@ pub struct Builder {
     policy: Policy,
     pool_size: u32,
     workers: usize,
+    on: Option<(Db, PgPool)>,
 }
 
 impl Rig {
@@ -44,7 +45,7 @@ impl Rig {
     }
 
     pub fn builder() -> Builder {
-        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2 }
+        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2, on: None }
     }
 
     pub fn post(&self, path: &str) -> RequestBuilder {
@@ -61,6 +62,35 @@ impl Rig {
 
     pub async fn raw(&self) -> Raw {
         Raw::connect(self.server.address).await
+    }
+
+    /// Another server on the same database, with an engine, a pool and a gate of its own: as the
+    /// database sees it, another process.
+    pub fn other(&self, policy: Policy) -> Other {
+        Other::start(self.db.pool(5), policy)
+    }
+}
+
+/// A server beside a [`Rig`].
+pub struct Other {
+    pub idempotency: Idempotency,
+    pub gate: Gate,
+    pub server: Server,
+    client: Client,
+}
+
+impl Other {
+    pub fn start(pool: PgPool, policy: Policy) -> Self {
+        let idempotency = Idempotency::postgres(pool.clone()).with(policy);
+        let gate = Gate::new();
+        let server = Server::start(2, pool, idempotency.clone(), gate.clone(), |config, idempotency, _| {
+            app::routes(config, idempotency);
+        });
+        Self { idempotency, gate, server, client: client() }
+    }
+
+    pub fn post(&self, path: &str) -> RequestBuilder {
+        self.client.post(self.server.url(path))
     }
 }
 
@@ -80,6 +110,12 @@ impl Builder {
         self
     }
 
+    /// On this database, by this pool.
+    pub fn on(mut self, db: Db, pool: PgPool) -> Self {
+        self.on = Some((db, pool));
+        self
+    }
+
     /// With the routes of `app.rs`.
     pub async fn start(self) -> Rig {
         self.serve(|config, idempotency, _| app::routes(config, idempotency)).await
@@ -90,8 +126,14 @@ impl Builder {
     where
         F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
     {
-        let db = Db::new().await;
-        let pool = db.pool(self.pool_size);
+        let (db, pool) = match self.on {
+            Some(given) => given,
+            None => {
+                let db = Db::new().await;
+                let pool = db.pool(self.pool_size);
+                (db, pool)
+            }
+        };
         let idempotency = Idempotency::postgres(pool.clone()).with(self.policy);
         let gate = Gate::new();
         let server = Server::start(self.workers, pool.clone(), idempotency.clone(), gate.clone(), routes);
