@@ -1,5 +1,6 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
 mod crash;
+mod schedules;
 mod smoke;
 mod support;
