@@ -1,11 +1,11 @@
 //! A pool that suits this crate.
 
-use std::{num::NonZeroU32, time::Duration};
+use std::{future::ready, num::NonZeroU32, time::Duration};
 
-use diesel::{ConnectionError, ConnectionResult};
+use diesel::{ConnectionError, ConnectionResult, result::Error as QueryError};
 use diesel_async::{
     AsyncPgConnection,
-    pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod},
+    pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, PoolableConnection, RecyclingMethod},
 };
 use futures_util::FutureExt;
 use tokio_postgres::{Config, NoTls, config::SslMode};
@@ -104,7 +104,11 @@ impl PoolBuilder {
         let Url(url) = self.url;
         parse(&url)?;
         let mut config = ManagerConfig::default();
-        config.recycling_method = RecyclingMethod::Fast;
+        // Looks, and asks nobody: the socket may be closed.
+        config.recycling_method = RecyclingMethod::CustomFunction(Box::new(|conn: &mut AsyncPgConnection| {
+            let alive = if conn.is_broken() { Err(QueryError::BrokenTransactionManager) } else { Ok(()) };
+            ready(alive).boxed()
+        }));
         config.custom_setup = Box::new(|url| {
             let url = url.to_owned();
             let connecting = background::handle().spawn(async move { connect(&url).await });
@@ -113,7 +117,7 @@ impl PoolBuilder {
         Ok(PgPool::builder()
             .max_size(self.size.get())
             .connection_timeout(self.timeout)
-            .test_on_check_out(false)
+            .test_on_check_out(true)
             .build_unchecked(AsyncDieselConnectionManager::new_with_config(url, config)))
     }
 }
