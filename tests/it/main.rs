@@ -1,6 +1,7 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
 mod crash;
+mod pools;
 mod schedules;
 mod smoke;
 mod support;
