@@ -2,6 +2,7 @@
 
 mod cleanup;
 mod crash;
+mod migrations;
 mod pools;
 mod schedules;
 mod smoke;

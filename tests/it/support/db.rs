@@ -83,8 +83,12 @@ impl Db {
     pub async fn on(server: &str) -> Self {
         let db = Self::empty_on(server).await;
         migrations::run(&db.url).await.unwrap();
-        db.run(EFFECTS).await;
+        db.create_effects().await;
         db
+    }
+
+    pub async fn create_effects(&self) {
+        self.run(EFFECTS).await;
     }
 
     /// Without any table.
