@@ -129,8 +129,14 @@ pub(crate) async fn connect(url: &str) -> ConnectionResult<AsyncPgConnection> {
     #[cfg(feature = "rustls")]
     if config.get_ssl_mode() != SslMode::Disable {
         let tls = tls::connector().map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
-        let (client, connection) = config.connect(tls).await.map_err(bad)?;
-        return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
+        match config.connect(tls).await {
+            Ok((client, connection)) => {
+                return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
+            }
+            // The default: without TLS rather than not at all, as libpq has it.
+            Err(error) if config.get_ssl_mode() == SslMode::Prefer && error.as_db_error().is_none() => {}
+            Err(error) => return Err(bad(error)),
+        }
     }
     let (client, connection) = config.connect(NoTls).await.map_err(bad)?;
     AsyncPgConnection::try_from_client_and_connection(client, connection).await
