@@ -5,5 +5,7 @@ mod crash;
 mod migrations;
 mod pools;
 mod schedules;
+mod settings;
 mod smoke;
 mod support;
+mod tls;
