@@ -144,14 +144,13 @@ async fn without_a_sweeper_rows_stay() {
 /// B04
 #[actix_web::test]
 async fn an_expired_row_is_as_good_as_absent_though_nobody_sweeps() {
-    let rig = Rig::with(policy().retention(SECOND)).await;
+    let rig = Rig::start().await;
     let _ = rig.idempotency.clone().without_sweeper();
-    let other = rig.other(policy().retention(SECOND));
+    let other = rig.other(policy());
     let _ = other.idempotency.clone().without_sweeper();
-    for round in 1..=repeat(20, 2) {
+    for round in 1..=repeat(50, 5) {
         rig.post("/orders").key("x").json(&order("old")).answer().await;
-        let expired = "(SELECT completed_at + interval '1 s' <= clock_timestamp() FROM idempotency_keys)";
-        eventually("the row has expired", || rig.db.is(expired)).await;
+        rig.db.age("x", "2 days").await;
         let racers = (0..20).map(|n| {
             let request = if n % 2 == 0 { rig.post("/orders") } else { other.post("/orders") };
             request.key("x").json(&order("new")).answer()
@@ -169,7 +168,7 @@ async fn an_expired_row_is_as_good_as_absent_though_nobody_sweeps() {
 /// B07
 #[actix_web::test]
 async fn a_sweeper_leaves_alone_what_runs_and_what_has_just_ended() {
-    let rig = Rig::with(policy().retention(SECOND).lease(10 * SECOND)).await;
+    let rig = Rig::with(policy().retention(2 * SECOND).lease(10 * SECOND)).await;
     let _ = rig.idempotency.clone().without_sweeper();
     let sweeper = Sweeper::new(rig.pool.clone());
     let running = rt::spawn(rig.post("/held").key("x").body("x").answer());
@@ -185,13 +184,14 @@ async fn a_sweeper_leaves_alone_what_runs_and_what_has_just_ended() {
         assert_eq!(rig.post(path).key(key).body(body).answer().await.code(), "outstanding");
     }
 
+    let ends = Instant::now();
     rig.gate.open(2);
     let first = running.await.unwrap();
     assert_eq!(failing.await.unwrap().status, 500);
-    let ended = Instant::now();
-    assert_eq!(sweeper.sweep_once().await.unwrap(), 0);
+    let swept = sweeper.sweep_once().await.unwrap();
     let replay = rig.post("/held").key("x").body("x").answer().await;
-    if ended.elapsed() < SECOND {
+    if ends.elapsed() < 2 * SECOND {
+        assert_eq!(swept, 0);
         first.assert_replayed_by(&replay);
     }
     eventually("both have expired", || async {
@@ -199,7 +199,7 @@ async fn a_sweeper_leaves_alone_what_runs_and_what_has_just_ended() {
         rig.db.keys().await == 0
     })
     .await;
-    assert!(ended.elapsed() > SECOND * 9 / 10, "too early: {:?}", ended.elapsed());
+    assert!(ends.elapsed() >= 2 * SECOND, "too early: {:?}", ends.elapsed());
 }
 
 #[actix_web::test]

@@ -20,7 +20,7 @@ async fn serializable() -> (Cluster, Rig) {
     let cluster = Cluster::start(&["timezone = 'Asia/Tokyo'", "default_transaction_isolation = serializable"]);
     let db = Db::on(&cluster.url()).await;
     let pool = db.pool(5);
-    let rig = Rig::builder().policy(policy().lease(SECOND)).on(db, pool).start().await;
+    let rig = Rig::builder().policy(policy().lease(2 * SECOND)).on(db, pool).start().await;
     (cluster, rig)
 }
 
@@ -55,7 +55,7 @@ async fn renewal_and_sweeping_go_on_beside_writers_under_serializable() {
         })
         .collect();
     rig.gate.entered(20).await;
-    let until = Instant::now() + 4 * SECOND;
+    let until = Instant::now() + 5 * SECOND;
     let writers = join_all((0..4).map(|writer| {
         let rig = &rig;
         async move {
