@@ -1,4 +1,5 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
+mod idem_tx;
 mod smoke;
 mod support;
