@@ -62,6 +62,39 @@ impl Rig {
     pub async fn raw(&self) -> Raw {
         Raw::connect(self.server.address).await
     }
+
+    /// The routes of `app.rs` once more, on the same database and gate.
+    pub fn twin(&self, policy: Policy) -> Twin {
+        self.twin_serving(policy, |config, idempotency, _| app::routes(config, idempotency))
+    }
+
+    pub fn twin_serving<F>(&self, policy: Policy, routes: F) -> Twin
+    where
+        F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
+    {
+        let pool = self.db.pool(5);
+        let idempotency = Idempotency::postgres(pool.clone()).with(policy);
+        let server = Server::start(2, pool.clone(), idempotency, self.gate.clone(), routes);
+        Twin { pool, server, client: client() }
+    }
+}
+
+/// A server that knows no more of the first one than another process would: its engine and its pool
+/// are its own.
+pub struct Twin {
+    pub pool: PgPool,
+    pub server: Server,
+    client: Client,
+}
+
+impl Twin {
+    pub fn post(&self, path: &str) -> RequestBuilder {
+        self.client.post(self.server.url(path))
+    }
+
+    pub fn get(&self, path: &str) -> RequestBuilder {
+        self.client.get(self.server.url(path))
+    }
 }
 
 impl Builder {
