@@ -1,5 +1,6 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
+mod concurrency;
 mod fingerprint;
 mod keys;
 mod smoke;

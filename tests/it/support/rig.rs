@@ -31,6 +31,7 @@ pub struct Builder {
     policy: Policy,
     pool_size: u32,
     workers: usize,
+    db: Option<Db>,
 }
 
 impl Rig {
@@ -44,7 +45,7 @@ impl Rig {
     }
 
     pub fn builder() -> Builder {
-        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2 }
+        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2, db: None }
     }
 
     pub fn post(&self, path: &str) -> RequestBuilder {
@@ -113,6 +114,12 @@ impl Builder {
         self
     }
 
+    /// Instead of one of the server that `./with-postgres` names.
+    pub fn database(mut self, db: Db) -> Self {
+        self.db = Some(db);
+        self
+    }
+
     /// With the routes of `app.rs`.
     pub async fn start(self) -> Rig {
         self.serve(|config, idempotency, _| app::routes(config, idempotency)).await
@@ -123,7 +130,10 @@ impl Builder {
     where
         F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
     {
-        let db = Db::new().await;
+        let db = match self.db {
+            Some(db) => db,
+            None => Db::new().await,
+        };
         let pool = db.pool(self.pool_size);
         let idempotency = Idempotency::postgres(pool.clone()).with(self.policy);
         let gate = Gate::new();
