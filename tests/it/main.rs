@@ -3,5 +3,6 @@
 mod concurrency;
 mod fingerprint;
 mod keys;
+mod replay;
 mod smoke;
 mod support;

@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 
 use actix_idempotency::{Idempotency, PgPool, Policy};
 use actix_web::{
-    App, HttpServer,
+    App, FromRequest, Handler, HttpServer, Responder,
     dev::ServerHandle,
-    web::{Data, ServiceConfig},
+    web::{self, Data, ServiceConfig},
 };
 use reqwest::{Client, Method, RequestBuilder};
 
@@ -123,6 +123,19 @@ impl Builder {
     /// With the routes of `app.rs`.
     pub async fn start(self) -> Rig {
         self.serve(|config, idempotency, _| app::routes(config, idempotency)).await
+    }
+
+    /// With a handler of the test's own, a POST of `/x`.
+    pub async fn handler<H, Args>(self, handler: H) -> Rig
+    where
+        H: Handler<Args, Output: Responder + 'static> + Send,
+        Args: FromRequest + 'static,
+    {
+        self.serve(move |config, idempotency, _| {
+            let route = web::post().to(handler.clone());
+            config.service(web::resource("/x").wrap(idempotency.clone()).route(route));
+        })
+        .await
     }
 
     /// With routes of the test's own.
