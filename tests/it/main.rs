@@ -1,6 +1,7 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
 mod concurrency;
+mod failure;
 mod fingerprint;
 mod keys;
 mod replay;
