@@ -5,5 +5,6 @@ mod failure;
 mod fingerprint;
 mod keys;
 mod replay;
+mod security;
 mod smoke;
 mod support;
