@@ -3,6 +3,7 @@
 mod concurrency;
 mod failure;
 mod fingerprint;
+mod integration;
 mod keys;
 mod replay;
 mod security;
