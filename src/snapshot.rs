@@ -5,6 +5,7 @@ use std::{
     error::Error as StdError,
     fmt,
     future::poll_fn,
+    panic::AssertUnwindSafe,
     pin::Pin,
     task::{Context, Poll, ready},
 };
@@ -18,6 +19,7 @@ use actix_web::{
     },
     web::{Bytes, BytesMut},
 };
+use futures_util::FutureExt;
 use serde::Serialize;
 use tokio::time::{Instant, timeout_at};
 
@@ -269,10 +271,12 @@ where
     let mut read = VecDeque::new();
     let mut length = 0;
     loop {
-        match timeout_at(deadline, poll_fn(|cx| rest.as_mut().poll_next(cx))).await {
-            Ok(None) => return Buffered::Whole(joined(read)),
-            Ok(Some(Err(error))) => return Buffered::Failed(error.into()),
-            Ok(Some(Ok(chunk))) => {
+        let next = AssertUnwindSafe(poll_fn(|cx| rest.as_mut().poll_next(cx))).catch_unwind();
+        match timeout_at(deadline, next).await {
+            Ok(Err(_panic)) => return Buffered::Failed("the body panicked".into()),
+            Ok(Ok(None)) => return Buffered::Whole(joined(read)),
+            Ok(Ok(Some(Err(error)))) => return Buffered::Failed(error.into()),
+            Ok(Ok(Some(Ok(chunk)))) => {
                 length += chunk.len();
                 read.push_back(chunk);
                 if length > limit {

@@ -131,6 +131,12 @@ impl Db {
         self.number("SELECT count(*) AS value FROM idempotency_keys").await
     }
 
+    /// By what log lines name the row with this key.
+    pub async fn id(&self, key: &str) -> String {
+        let id = "SELECT encode(substr(id, 1, 6), 'hex') AS value FROM idempotency_keys WHERE key =";
+        self.text(&format!("{id} '{key}'")).await.unwrap()
+    }
+
     /// The state of the row with this key, or `None`.
     pub async fn state(&self, key: &str) -> Option<String> {
         self.text(&format!("SELECT state AS value FROM idempotency_keys WHERE key = '{key}'")).await

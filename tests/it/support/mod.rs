@@ -4,13 +4,15 @@
 //! - [`rig::Rig`]: a server in this process on a real port, with two workers and the routes of `app.rs`;
 //! - [`process::ServerProcess`]: the same server as a process of its own, to be killed;
 //! - [`cluster::Cluster`]: a Postgres server of its own, to be stopped, configured, or its log read;
-//! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go.
+//! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go;
+//! - [`log`]: what the crate says through `tracing`.
 
 pub mod app;
 pub mod client;
 pub mod cluster;
 pub mod db;
 pub mod gate;
+pub mod log;
 pub mod process;
 pub mod rig;
 

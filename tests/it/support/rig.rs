@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 
 use actix_idempotency::{Idempotency, PgPool, Policy};
 use actix_web::{
-    App, HttpServer,
+    App, FromRequest, Handler, HttpServer, Responder,
     dev::ServerHandle,
-    web::{Data, ServiceConfig},
+    web::{self, Data, ServiceConfig},
 };
 use reqwest::{Client, Method, RequestBuilder};
 
@@ -31,6 +31,7 @@ pub struct Builder {
     policy: Policy,
     pool_size: u32,
     workers: usize,
+    db: Option<Db>,
 }
 
 impl Rig {
@@ -44,7 +45,7 @@ impl Rig {
     }
 
     pub fn builder() -> Builder {
-        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2 }
+        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2, db: None }
     }
 
     pub fn post(&self, path: &str) -> RequestBuilder {
@@ -61,6 +62,39 @@ impl Rig {
 
     pub async fn raw(&self) -> Raw {
         Raw::connect(self.server.address).await
+    }
+
+    /// The routes of `app.rs` once more, on the same database and gate.
+    pub fn twin(&self, policy: Policy) -> Twin {
+        self.twin_serving(policy, |config, idempotency, _| app::routes(config, idempotency))
+    }
+
+    pub fn twin_serving<F>(&self, policy: Policy, routes: F) -> Twin
+    where
+        F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
+    {
+        let pool = self.db.pool(5);
+        let idempotency = Idempotency::postgres(pool.clone()).with(policy);
+        let server = Server::start(2, pool.clone(), idempotency, self.gate.clone(), routes);
+        Twin { pool, server, client: client() }
+    }
+}
+
+/// A server that knows no more of the first one than another process would: its engine and its pool
+/// are its own.
+pub struct Twin {
+    pub pool: PgPool,
+    pub server: Server,
+    client: Client,
+}
+
+impl Twin {
+    pub fn post(&self, path: &str) -> RequestBuilder {
+        self.client.post(self.server.url(path))
+    }
+
+    pub fn get(&self, path: &str) -> RequestBuilder {
+        self.client.get(self.server.url(path))
     }
 }
 
@@ -80,9 +114,28 @@ impl Builder {
         self
     }
 
+    /// Instead of one of the server that `./with-postgres` names.
+    pub fn database(mut self, db: Db) -> Self {
+        self.db = Some(db);
+        self
+    }
+
     /// With the routes of `app.rs`.
     pub async fn start(self) -> Rig {
         self.serve(|config, idempotency, _| app::routes(config, idempotency)).await
+    }
+
+    /// With a handler of the test's own, a POST of `/x`.
+    pub async fn handler<H, Args>(self, handler: H) -> Rig
+    where
+        H: Handler<Args, Output: Responder + 'static> + Send,
+        Args: FromRequest + 'static,
+    {
+        self.serve(move |config, idempotency, _| {
+            let route = web::post().to(handler.clone());
+            config.service(web::resource("/x").wrap(idempotency.clone()).route(route));
+        })
+        .await
     }
 
     /// With routes of the test's own.
@@ -90,7 +143,10 @@ impl Builder {
     where
         F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
     {
-        let db = Db::new().await;
+        let db = match self.db {
+            Some(db) => db,
+            None => Db::new().await,
+        };
         let pool = db.pool(self.pool_size);
         let idempotency = Idempotency::postgres(pool.clone()).with(self.policy);
         let gate = Gate::new();
