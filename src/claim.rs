@@ -195,6 +195,8 @@ impl<'a> Attempt<'a> {
                 None => continue,
                 Some(row) => match self.meet(conn, row, lease).await? {
                     Some(verdict) => return Ok(verdict),
+                    // Whoever had it locked still has.
+                    None if waited => Claim::Outstanding { lease_left: self.policy.lease },
                     None => continue,
                 },
             };

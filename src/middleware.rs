@@ -30,6 +30,7 @@ use crate::{
     extract::{self, IdemKey, Slot},
     fingerprint::Fingerprint,
     key::IdempotencyKey,
+    lease::Ended,
     policy::{OnOutstanding, Policy},
     postgres::PgPool,
     refusal::{Code, Refusal},
@@ -399,10 +400,13 @@ where
         };
         // There is no answer: the handler's future is gone, and the request with it.
         telemetry::event(event, &ask.id);
-        self.case.report(code.as_str());
         drop(slot.close());
-        hold.give_back(code.status()).await;
-        Err(Refusal::new(code).documented(policy.documentation.as_ref()).into())
+        let refusal = Refusal::new(code).documented(policy.documentation.as_ref());
+        if hold.give_back(code.status()).await == Ended::Lost {
+            return Err(InternalError::from_response(refusal, self.case.overtaken().await).into());
+        }
+        self.case.report(code.as_str());
+        Err(refusal.into())
     }
 }
 

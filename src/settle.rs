@@ -260,7 +260,7 @@ impl Case {
     }
 
     /// Somebody else has the key: what they stored is the answer.
-    async fn overtaken(&self) -> HttpResponse<BoxBody> {
+    pub(crate) async fn overtaken(&self) -> HttpResponse<BoxBody> {
         telemetry::event(Event::LeaseLost, &self.ask.id);
         match claim::look_again(&self.engine, &self.ask, &self.policy).await {
             Ok(Some(Claim::Replay(snapshot))) => self.replay(snapshot),

@@ -61,6 +61,13 @@ impl Cluster {
         self.run("pg_ctl", &["stop", "--wait", "--silent", "--mode=immediate", "-D", &self.data()]);
     }
 
+    /// From now on a replica (of nobody), with the data that it has.
+    pub fn become_standby(&self) {
+        self.run("pg_ctl", &["stop", "--wait", "--silent", "--mode=fast", "-D", &self.data()]);
+        fs::write(Path::new(&self.data()).join("standby.signal"), "").unwrap();
+        self.up();
+    }
+
     pub fn log(&self) -> String {
         fs::read_to_string(self.directory.join("log")).unwrap()
     }
