@@ -37,19 +37,23 @@ pub(crate) struct Running(Mutex<HashSet<KeyId>>);
 impl Running {
     fn enter(engine: &Arc<Engine>, id: KeyId) -> Option<Entered> {
         let mut running = engine.atomic.0.lock().unwrap_or_else(PoisonError::into_inner);
-        running.insert(id).then(|| Entered { engine: Arc::clone(engine), id })
+        running.insert(id).then(|| Entered { engine: Arc::clone(engine), id, claimed: false })
     }
 }
 
 struct Entered {
     engine: Arc<Engine>,
     id: KeyId,
+    claimed: bool,
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
         self.engine.atomic.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
-        self.engine.waiters.wake(&self.id);
+        // Whoever only looked has nothing to tell, not even to itself if it waits.
+        if self.claimed {
+            self.engine.waiters.wake(&self.id);
+        }
     }
 }
 
@@ -77,7 +81,7 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
             return Ok(Claim::Draining);
         }
     }
-    let Some(entered) = Running::enter(engine, ask.id) else { return Ok(outstanding()) };
+    let Some(mut entered) = Running::enter(engine, ask.id) else { return Ok(outstanding()) };
     match open(engine, ask, policy).await {
         // A connection may have died since it was last used, and nothing was written yet.
         Err(error) if error.kind() == ErrorKind::Connection => open(engine, ask, policy).await,
@@ -87,6 +91,7 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
         Opened::Told(claim) => claim,
         Opened::Ours(transaction, seen) => {
             telemetry::event(Event::Fresh, &ask.id);
+            entered.claimed = true;
             engine.sweep(policy.retention);
             let atomic = Atomic {
                 engine: Arc::clone(engine),

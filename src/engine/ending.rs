@@ -112,8 +112,15 @@ impl Engine {
         }
     }
 
-    /// The row as it is, or `None`.
+    /// The row as it is, or `None`. Asked again where the connection turns out to be dead.
     pub(crate) async fn look(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
+        match self.look_once(id, policy).await {
+            Err(error) if error.kind() == ErrorKind::Connection => self.look_once(id, policy).await,
+            row => row,
+        }
+    }
+
+    async fn look_once(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
         let look = async {
             let mut conn = self.store.connection().await?;
             let row = keys::look(&mut conn, &id.0).await?;

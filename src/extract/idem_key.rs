@@ -274,10 +274,15 @@ impl FromRequest for IdemKey {
     type Future = LocalBoxFuture<'static, Result<Self, Refusal>>;
 
     fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
-        let found = super::marked(request, "IdemKey", |mark| mark.key.clone());
+        let found = super::marked(request, "IdemKey", |mark| (mark.key.clone(), mark.slot.clone()));
         async move {
-            let key = found?.ok_or(Code::KeyMissing)?;
-            key.outlive_a_crash().await?;
+            let (key, slot) = found?;
+            let key = key.ok_or(Code::KeyMissing)?;
+            if let Err(code) = key.outlive_a_crash().await {
+                // Behind `Option<IdemKey>` this would pass for a request without a key.
+                slot.fail(code);
+                return Err(code.into());
+            }
             Ok(key)
         }
         .boxed_local()

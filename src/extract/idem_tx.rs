@@ -197,6 +197,11 @@ impl Slot {
         }
     }
 
+    /// Whatever the handler makes of it, its answer is an error.
+    pub(crate) fn fail(&self, code: Code) {
+        self.place().failed = Some(code);
+    }
+
     fn start_opening(self) -> Result<Opening, Code> {
         let mut place = self.place();
         let ready = match std::mem::replace(&mut place.transaction, Where::Opening) {
@@ -241,7 +246,7 @@ impl Opening {
                 Ok(IdemTx { transaction: Some(transaction), slot: self.slot.clone() })
             }
             Err(code) => {
-                self.slot.place().failed = Some(code);
+                self.slot.fail(code);
                 Err(code.into())
             }
         }

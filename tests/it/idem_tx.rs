@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use actix_idempotency::{IdemKey, IdemTx, Isolation, Keep, PgPool, Policy};
+use actix_idempotency::{IdemKey, IdemTx, Isolation, Keep, OnOutstanding, PgPool, Policy};
 use actix_web::{
     HttpResponse, Result,
     error::{ErrorConflict, ErrorInternalServerError},
@@ -502,4 +502,26 @@ async fn settings_of_the_policy_end_with_the_transaction() {
             .await
             .unwrap();
     }
+}
+
+/// One that looks in vain must not wake itself.
+#[actix_web::test]
+async fn waiting_for_another_process_is_not_a_busy_loop() {
+    let policy = || Policy::new().atomic().anonymous().on_outstanding(OnOutstanding::Wait(Duration::from_secs(20)));
+    let rig = rig(policy()).await;
+    let twin = rig.twin_serving(policy(), |config, idempotency, _| routes(config, idempotency));
+    let first = actix_web::rt::spawn(rig.post("/act?how=hold").key("a").answer());
+    rig.gate.entered(1).await;
+    let waiter = actix_web::rt::spawn(twin.post("/act?how=hold").key("a").answer());
+    let looks = async || twin.pool.state().statistics.get_direct + twin.pool.state().statistics.get_waited;
+    eventually("it has looked", async || looks().await >= 2).await;
+    let before = looks().await;
+    let began = std::time::Instant::now();
+    actix_web::rt::time::sleep(Duration::from_secs(1)).await;
+    let ticks = began.elapsed().as_millis() as u64 / 100;
+    assert!(looks().await - before <= 2 * ticks, "{} connections taken in {ticks} ticks", looks().await - before);
+    rig.gate.open(1);
+    let (first, waiter) = (first.await.unwrap(), waiter.await.unwrap());
+    first.assert_replayed_by(&waiter);
+    assert_eq!(rig.db.all_effects().await, 1);
 }
