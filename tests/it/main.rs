@@ -5,6 +5,7 @@ mod failure;
 mod fingerprint;
 mod integration;
 mod keys;
+mod observe;
 mod replay;
 mod security;
 mod smoke;
