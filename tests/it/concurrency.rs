@@ -19,7 +19,6 @@ use diesel_async::SimpleAsyncConnection;
 use futures_util::future::join_all;
 
 use crate::support::{
-    PATIENCE,
     app::{order, routes},
     client::{Answer, RequestExt, client, post},
     cluster::Cluster,

@@ -8,7 +8,7 @@ use std::{
 use actix_idempotency::{Idempotency, Keep, PgPool, Policy, PoolBuilder};
 use actix_web::{
     Error, HttpRequest, HttpResponse, Result,
-    body::{BoxBody, MessageBody},
+    body::MessageBody,
     dev::{ServiceRequest, ServiceResponse},
     error::{ErrorBadRequest, InternalError},
     http::StatusCode,

@@ -1,5 +1,6 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
+mod architecture;
 mod concurrency;
 mod failure;
 mod fingerprint;
@@ -8,5 +9,4 @@ mod keys;
 mod observe;
 mod replay;
 mod security;
-mod smoke;
 mod support;

@@ -92,10 +92,6 @@ impl Twin {
     pub fn post(&self, path: &str) -> RequestBuilder {
         self.client.post(self.server.url(path))
     }
-
-    pub fn get(&self, path: &str) -> RequestBuilder {
-        self.client.get(self.server.url(path))
-    }
 }
 
 impl Builder {
