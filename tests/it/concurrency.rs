@@ -1,7 +1,7 @@
 //! Many requests with one key, in one process and in several.
 
 use std::{
-    num::NonZeroUsize,
+    num::{NonZeroU32, NonZeroUsize},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -188,6 +188,28 @@ async fn nobody_waits_for_ever_for_a_claim_that_is_not_committed() {
     assert_eq!(rig.db.effects("x").await, 1);
 }
 
+/// C03
+#[actix_web::test]
+async fn whoever_meets_a_row_that_is_being_deleted_runs_only_once_it_is_gone() {
+    for goes in [true, false] {
+        let rig = Rig::start().await;
+        let twin = rig.twin(Policy::new().anonymous());
+        let first = rig.post("/orders").key("x").json(&order("x")).answer().await;
+        let mut session = rig.db.connect().await;
+        session.batch_execute("BEGIN; DELETE FROM idempotency_keys").await.unwrap();
+        let request = spawn(twin.post("/orders").key("x").json(&order("x")).answer());
+        until_somebody_waits_for_a_lock(&rig).await;
+        session.batch_execute(if goes { "COMMIT" } else { "ROLLBACK" }).await.unwrap();
+        let answer = request.await.unwrap();
+        if goes {
+            assert!(answer.status == 201 && !answer.is_replay());
+        } else {
+            first.assert_replayed_by(&answer);
+        }
+        assert_eq!(rig.db.effects("x").await, if goes { 2 } else { 1 });
+    }
+}
+
 /// C05
 #[actix_web::test]
 async fn duplicates_of_a_running_request_neither_wait_nor_hold_connections() {
@@ -239,6 +261,25 @@ async fn wait_and_changed_and_down_are_told_apart() {
     rig.db.run("ALTER TABLE away RENAME TO idempotency_keys").await;
     rig.gate.open(1);
     first.await.unwrap().assert_replayed_by(&rig.post("/held").key("x").body("a").answer().await);
+}
+
+/// C09
+#[actix_web::test]
+async fn a_client_is_told_to_wait_as_long_as_the_policy_says_and_the_lease_lasts() {
+    let (lease, minutes) = (Duration::from_secs(30), NonZeroU32::new(300).unwrap());
+    for (policy, seconds) in [
+        (Policy::new().retry_after(NonZeroU32::new(7).unwrap()), 7..=7),
+        (Policy::new().lease(lease).retry_after(minutes), 1..=30),
+    ] {
+        let rig = Rig::with(policy.anonymous()).await;
+        let first = spawn(rig.post("/held").key("x").body("a").answer());
+        rig.gate.entered(1).await;
+        let conflict = rig.post("/held").key("x").body("a").answer().await;
+        assert_eq!(conflict.code(), "outstanding");
+        assert!(seconds.contains(&conflict.retry_after().unwrap()), "{:?}", conflict.retry_after());
+        rig.gate.open(1);
+        assert_eq!(first.await.unwrap().status, 201);
+    }
 }
 
 /// C09

@@ -2,6 +2,7 @@
 
 use std::{
     net::TcpListener,
+    num::NonZeroUsize,
     time::{Duration, Instant},
 };
 
@@ -13,6 +14,7 @@ use actix_web::{
     error::{ErrorBadRequest, InternalError},
     http::StatusCode,
     middleware::{Next, from_fn},
+    rt::spawn,
     web::{self, Data},
 };
 use reqwest::Method;
@@ -56,11 +58,24 @@ async fn a_failure_is_replayed_where_everything_is_kept() {
     assert_eq!(rig.db.effects("flaky").await, 0);
 }
 
+#[actix_web::test]
+async fn every_answer_below_400_is_kept() {
+    let rig = Rig::builder().handler(as_asked).await;
+    for status in ["200", "201", "202", "204", "206", "301", "303", "304", "307", "399"] {
+        let post = || rig.post("/x").key(status).body(status).answer();
+        let first = post().await;
+        assert_eq!(first.status.as_str(), status);
+        first.assert_replayed_by(&post().await);
+        assert_eq!(rig.db.effects(status).await, 1);
+    }
+}
+
 /// Answers with the status that the body begins with, and counts by the body.
 async fn as_asked(pool: Data<PgPool>, body: String) -> Result<HttpResponse> {
     let id = effect(&pool, &body).await?;
     match body.get(..3).and_then(|status| status.parse().ok()) {
         Some(201) | None => Ok(created(id)),
+        Some(status @ (204 | 304)) => Ok(HttpResponse::build(StatusCode::from_u16(status).unwrap()).finish()),
         Some(status) => Ok(HttpResponse::build(StatusCode::from_u16(status).unwrap()).body(id.to_string())),
     }
 }
@@ -277,6 +292,23 @@ async fn an_inner_middleware_that_errs_is_an_outcome_like_any_other() {
             assert!(second.status == 201 && !second.is_replay());
         }
     }
+}
+
+#[actix_web::test]
+async fn no_more_run_than_the_policy_lets_run() {
+    let rig = Rig::with(Policy::new().anonymous().max_running(NonZeroUsize::new(2).unwrap())).await;
+    let running = ["a", "b"].map(|key| spawn(rig.post("/held").key(key).answer()));
+    rig.gate.entered(2).await;
+    let refused = rig.post("/held").key("c").answer().await;
+    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (503, "busy"));
+    assert_eq!(refused.retry_after(), Some(1));
+    assert_eq!(rig.db.state("c").await, None);
+    assert_eq!(rig.post("/orders").json(&order("unprotected")).answer().await.status, 201);
+    rig.gate.open(3);
+    for running in running {
+        assert_eq!(running.await.unwrap().status, 201);
+    }
+    eventually("there is room", async || rig.post("/held").key("c").answer().await.status == 201).await;
 }
 
 /// A service whose handler needs no database; the gate counts how often it runs.

@@ -170,6 +170,8 @@ async fn headers_of_one_exchange_are_not_replayed() {
         assert!(first.headers.contains_key(name), "{name}");
         assert!(!replay.headers.contains_key(name), "{name}");
     }
+    let stored = rig.db.text("SELECT array_to_string(header_names, ' ') AS value FROM idempotency_keys").await;
+    assert_eq!(stored.unwrap(), "x-lasts", "nor are they stored");
     assert_eq!(replay.header("x-lasts"), Some("1"));
     assert_eq!(replay.headers.get_all("date").iter().count(), 1);
     assert!(first.header("date").unwrap().contains("1970") && !replay.header("date").unwrap().contains("1970"));
