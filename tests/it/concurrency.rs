@@ -355,7 +355,6 @@ async fn waiters_get_the_answer_in_this_process_and_in_others() {
     assert_eq!(rig.db.effects("a").await, 1);
 }
 
-/// The one connection that polls is stopped, so that only a waker can be the reason.
 #[cfg(unix)]
 #[actix_web::test]
 async fn waiters_of_the_same_process_are_woken_and_need_no_poll() {
@@ -365,26 +364,38 @@ async fn waiters_of_the_same_process_are_woken_and_need_no_poll() {
         .database(Db::on(&cluster.url()).await)
         .start()
         .await;
-    let (first, id) = held(&rig, "woken").await;
-    let waiting: Vec<_> = (0..5).map(|_| send(rig.post("/held"), "woken")).collect();
+    for key in ["woken-1", "woken-2", "woken-3"] {
+        // The poll gives up after 5 s and goes on over another connection; a busy machine has three tries.
+        if told_without_a_poll(&rig, key).await < Duration::from_secs(4) {
+            return;
+        }
+    }
+    panic!("they are told by the poll only");
+}
+
+/// How long waiters wait for an answer that is there, while the one connection that polls is stopped.
+#[cfg(unix)]
+async fn told_without_a_poll(rig: &Rig, key: &str) -> Duration {
+    let (first, id) = held(rig, key).await;
+    let waiting: Vec<_> = (0..5).map(|_| send(rig.post("/held"), key)).collect();
     until_waiting(&id, 5).await;
     let poller = "FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%AS waited (id)%' \
                   AND pid <> pg_backend_pid()";
-    eventually("it polls", async || rig.db.is(&format!("EXISTS (SELECT {poller})")).await).await;
+    eventually("it polls", async || rig.db.is(&format!("(SELECT count(*) = 1 {poller})")).await).await;
     let pid = rig.db.number(&format!("SELECT pid::bigint AS value {poller}")).await;
     let signal = |name: &str| {
         assert!(std::process::Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
     };
     signal("-STOP");
-    let stopped = Instant::now();
     rig.gate.open(1);
     let first = first.await.unwrap();
+    let answered = Instant::now();
     for answer in join_all(waiting).await {
         first.assert_replayed_by(&answer.unwrap());
     }
-    // After its deadline of 5 s the poll would go on over another connection.
-    assert!(stopped.elapsed() < Duration::from_secs(4), "{:?}", stopped.elapsed());
+    let waited = answered.elapsed();
     signal("-CONT");
+    waited
 }
 
 /// Fails once it is let go for the first time.

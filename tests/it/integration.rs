@@ -24,6 +24,7 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use serde_json::{Value, json};
 
 use crate::support::{
+    PATIENCE,
     app::{created, effect, order, routes},
     client::{Answer, Raw, RequestExt, client, post},
     db::Db,
@@ -279,7 +280,12 @@ async fn it_wraps_resources_scopes_and_routes() {
 /// A server whose `App` the test makes itself.
 macro_rules! serve {
     ($app:expr) => {{
-        let server = HttpServer::new(move || $app).workers(2).disable_signals().bind(("127.0.0.1", 0)).unwrap();
+        let server = HttpServer::new(move || $app)
+            .workers(2)
+            .client_request_timeout(PATIENCE)
+            .disable_signals()
+            .bind(("127.0.0.1", 0))
+            .unwrap();
         let address = server.addrs()[0];
         let running = server.run();
         let handle = running.handle();

@@ -13,6 +13,7 @@ use serde_json::json;
 use tracing::Level;
 
 use crate::support::{
+    PATIENCE,
     app::{order, routes},
     client::{Answer, RequestExt},
     db::{LAPSED, THREE_DAYS_LATER},
@@ -165,8 +166,8 @@ async fn what_happens_to_a_running_request_is_said_too() {
         "done"
     }
     log::listen();
-    let soon = Duration::from_millis(300);
-    let policy = Policy::new().anonymous().lease(soon).on_outstanding(OnOutstanding::Wait(soon));
+    let policy = Policy::new().anonymous().lease(Duration::from_secs(3)).max_run(PATIENCE);
+    let policy = policy.on_outstanding(OnOutstanding::Wait(Duration::from_millis(200)));
     let rig = Rig::builder().policy(policy).handler(held).await;
     let send = |key: &'static str| spawn(rig.post("/x").key(key).answer());
 

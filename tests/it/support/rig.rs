@@ -11,6 +11,7 @@ use actix_web::{
 use reqwest::{Client, Method, RequestBuilder};
 
 use super::{
+    PATIENCE,
     app::{self, Misbehaved},
     client::{Raw, client},
     db::Db,
@@ -172,6 +173,7 @@ impl Server {
                 .configure(move |config| routes(config, &idempotency, &pool))
         })
         .workers(workers)
+        .client_request_timeout(PATIENCE)
         .disable_signals()
         .bind(("127.0.0.1", 0))
         .unwrap();
