@@ -1,7 +1,7 @@
 //! Many requests with one key, in one process and in several.
 
 use std::{
-    num::NonZeroUsize,
+    num::{NonZeroU32, NonZeroUsize},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -19,7 +19,6 @@ use diesel_async::SimpleAsyncConnection;
 use futures_util::future::join_all;
 
 use crate::support::{
-    PATIENCE,
     app::{order, routes},
     client::{Answer, RequestExt, client, post},
     cluster::Cluster,
@@ -189,6 +188,28 @@ async fn nobody_waits_for_ever_for_a_claim_that_is_not_committed() {
     assert_eq!(rig.db.effects("x").await, 1);
 }
 
+/// C03
+#[actix_web::test]
+async fn whoever_meets_a_row_that_is_being_deleted_runs_only_once_it_is_gone() {
+    for goes in [true, false] {
+        let rig = Rig::start().await;
+        let twin = rig.twin(Policy::new().anonymous());
+        let first = rig.post("/orders").key("x").json(&order("x")).answer().await;
+        let mut session = rig.db.connect().await;
+        session.batch_execute("BEGIN; DELETE FROM idempotency_keys").await.unwrap();
+        let request = spawn(twin.post("/orders").key("x").json(&order("x")).answer());
+        until_somebody_waits_for_a_lock(&rig).await;
+        session.batch_execute(if goes { "COMMIT" } else { "ROLLBACK" }).await.unwrap();
+        let answer = request.await.unwrap();
+        if goes {
+            assert!(answer.status == 201 && !answer.is_replay());
+        } else {
+            first.assert_replayed_by(&answer);
+        }
+        assert_eq!(rig.db.effects("x").await, if goes { 2 } else { 1 });
+    }
+}
+
 /// C05
 #[actix_web::test]
 async fn duplicates_of_a_running_request_neither_wait_nor_hold_connections() {
@@ -240,6 +261,25 @@ async fn wait_and_changed_and_down_are_told_apart() {
     rig.db.run("ALTER TABLE away RENAME TO idempotency_keys").await;
     rig.gate.open(1);
     first.await.unwrap().assert_replayed_by(&rig.post("/held").key("x").body("a").answer().await);
+}
+
+/// C09
+#[actix_web::test]
+async fn a_client_is_told_to_wait_as_long_as_the_policy_says_and_the_lease_lasts() {
+    let (lease, minutes) = (Duration::from_secs(30), NonZeroU32::new(300).unwrap());
+    for (policy, seconds) in [
+        (Policy::new().retry_after(NonZeroU32::new(7).unwrap()), 7..=7),
+        (Policy::new().lease(lease).retry_after(minutes), 1..=30),
+    ] {
+        let rig = Rig::with(policy.anonymous()).await;
+        let first = spawn(rig.post("/held").key("x").body("a").answer());
+        rig.gate.entered(1).await;
+        let conflict = rig.post("/held").key("x").body("a").answer().await;
+        assert_eq!(conflict.code(), "outstanding");
+        assert!(seconds.contains(&conflict.retry_after().unwrap()), "{:?}", conflict.retry_after());
+        rig.gate.open(1);
+        assert_eq!(first.await.unwrap().status, 201);
+    }
 }
 
 /// C09
@@ -315,7 +355,6 @@ async fn waiters_get_the_answer_in_this_process_and_in_others() {
     assert_eq!(rig.db.effects("a").await, 1);
 }
 
-/// The one connection that polls is stopped, so that only a waker can be the reason.
 #[cfg(unix)]
 #[actix_web::test]
 async fn waiters_of_the_same_process_are_woken_and_need_no_poll() {
@@ -325,26 +364,38 @@ async fn waiters_of_the_same_process_are_woken_and_need_no_poll() {
         .database(Db::on(&cluster.url()).await)
         .start()
         .await;
-    let (first, id) = held(&rig, "woken").await;
-    let waiting: Vec<_> = (0..5).map(|_| send(rig.post("/held"), "woken")).collect();
+    for key in ["woken-1", "woken-2", "woken-3"] {
+        // The poll gives up after 5 s and goes on over another connection; a busy machine has three tries.
+        if told_without_a_poll(&rig, key).await < Duration::from_secs(4) {
+            return;
+        }
+    }
+    panic!("they are told by the poll only");
+}
+
+/// How long waiters wait for an answer that is there, while the one connection that polls is stopped.
+#[cfg(unix)]
+async fn told_without_a_poll(rig: &Rig, key: &str) -> Duration {
+    let (first, id) = held(rig, key).await;
+    let waiting: Vec<_> = (0..5).map(|_| send(rig.post("/held"), key)).collect();
     until_waiting(&id, 5).await;
     let poller = "FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%AS waited (id, lock)%' \
                   AND pid <> pg_backend_pid()";
-    eventually("it polls", async || rig.db.is(&format!("EXISTS (SELECT {poller})")).await).await;
+    eventually("it polls", async || rig.db.is(&format!("(SELECT count(*) = 1 {poller})")).await).await;
     let pid = rig.db.number(&format!("SELECT pid::bigint AS value {poller}")).await;
     let signal = |name: &str| {
         assert!(std::process::Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
     };
     signal("-STOP");
-    let stopped = Instant::now();
     rig.gate.open(1);
     let first = first.await.unwrap();
+    let answered = Instant::now();
     for answer in join_all(waiting).await {
         first.assert_replayed_by(&answer.unwrap());
     }
-    // After its deadline of 5 s the poll would go on over another connection.
-    assert!(stopped.elapsed() < Duration::from_secs(4), "{:?}", stopped.elapsed());
+    let waited = answered.elapsed();
     signal("-CONT");
+    waited
 }
 
 /// Fails once it is let go for the first time.

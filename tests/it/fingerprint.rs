@@ -12,6 +12,7 @@ use crate::support::{
     PATIENCE,
     app::order,
     client::{Answer, RequestExt},
+    db::LAPSED,
     repeat,
     rig::Rig,
 };
@@ -271,12 +272,7 @@ async fn a_new_recipe_does_not_run_what_is_outstanding_under_the_old_one() {
     let first = first.await.unwrap();
     first.assert_replayed_by(&deployed.post("/held").key("x").body("a").answer().await);
     // Not even once its lease has lapsed: whether it is the same request cannot be known.
-    rig.db
-        .run(
-            "UPDATE idempotency_keys SET state = 'outstanding', completed_at = NULL, status = NULL, header_names = NULL, \
-             header_values = NULL, body = NULL, snapshot_version = NULL, leased_until = now() - interval '1 minute'",
-        )
-        .await;
+    rig.db.run(LAPSED).await;
     conflict().await;
     assert_eq!(rig.db.effects("a").await, 1);
 }

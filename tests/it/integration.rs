@@ -1,14 +1,19 @@
 //! The middleware among what else there is in actix: extractors, wraps, other middleware, bad input.
 
-use std::{collections::HashMap, io::Read, time::Duration};
+use std::{
+    collections::HashMap,
+    io::Read,
+    panic::{AssertUnwindSafe, catch_unwind},
+    time::Duration,
+};
 
-use actix_idempotency::{IdemKey, Idempotency, PgPool, Policy};
+use actix_idempotency::{IdemKey, Idempotency, OnOutstanding, PgPool, Policy};
 use actix_multipart::Multipart;
 use actix_web::{
     App, Either, Error, HttpResponse, HttpServer, Result,
     body::MessageBody,
     dev::{ServiceRequest, ServiceResponse},
-    http::header,
+    http::{Method, header},
     middleware::{Compress, Logger, Next, NormalizePath, from_fn},
     post,
     rt::spawn,
@@ -19,6 +24,7 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use serde_json::{Value, json};
 
 use crate::support::{
+    PATIENCE,
     app::{created, effect, order, routes},
     client::{Answer, Raw, RequestExt, client, post},
     db::Db,
@@ -274,7 +280,12 @@ async fn it_wraps_resources_scopes_and_routes() {
 /// A server whose `App` the test makes itself.
 macro_rules! serve {
     ($app:expr) => {{
-        let server = HttpServer::new(move || $app).workers(2).disable_signals().bind(("127.0.0.1", 0)).unwrap();
+        let server = HttpServer::new(move || $app)
+            .workers(2)
+            .client_request_timeout(PATIENCE)
+            .disable_signals()
+            .bind(("127.0.0.1", 0))
+            .unwrap();
         let address = server.addrs()[0];
         let running = server.run();
         let handle = running.handle();
@@ -630,4 +641,35 @@ async fn what_is_compressed_outside_is_kept_as_it_was() {
     }
     let stored = rig.db.text("SELECT convert_from(body, 'UTF8') AS value FROM idempotency_keys LIMIT 1").await;
     assert_eq!(stored.unwrap(), body);
+}
+
+#[test]
+fn a_bad_setting_fails_when_it_is_made_and_names_itself() {
+    let zero = Duration::ZERO;
+    let ages = Duration::from_secs(u64::MAX);
+    let bad: Vec<(&str, Box<dyn Fn() -> Policy>)> = vec![
+        ("methods", Box::new(|| Policy::new().methods([Method::POST, Method::GET]))),
+        ("methods", Box::new(|| Policy::new().methods([]))),
+        ("resource", Box::new(|| Policy::new().resource(""))),
+        ("resource", Box::new(|| Policy::new().resource("x".repeat(256)))),
+        ("fingerprint_header", Box::new(|| Policy::new().fingerprint_header("a b"))),
+        ("never_store_header", Box::new(|| Policy::new().never_store_header(""))),
+        ("replay_marker", Box::new(|| Policy::new().replay_marker("\u{e9}"))),
+        ("documentation", Box::new(|| Policy::new().documentation("https://example.com/>; rel=\"next\""))),
+        ("retention", Box::new(move || Policy::new().retention(zero))),
+        ("retention", Box::new(move || Policy::new().retention(ages))),
+        ("lease", Box::new(|| Policy::new().lease(Duration::from_millis(99)))),
+        ("max_run", Box::new(move || Policy::new().max_run(zero))),
+        ("body_timeout", Box::new(move || Policy::new().body_timeout(zero))),
+        ("stream_timeout", Box::new(move || Policy::new().stream_timeout(zero))),
+        ("store_timeout", Box::new(move || Policy::new().store_timeout(zero))),
+        ("on_outstanding", Box::new(move || Policy::new().on_outstanding(OnOutstanding::Wait(zero)))),
+        ("response_limit", Box::new(|| Policy::new().response_limit(usize::MAX))),
+    ];
+    for (setting, make) in bad {
+        let panic = catch_unwind(AssertUnwindSafe(make)).expect_err(setting);
+        let message = panic.downcast_ref::<String>().cloned().or(panic.downcast_ref::<&str>().map(|&text| text.into()));
+        let message: String = message.unwrap();
+        assert!(message.starts_with(&format!("Policy::{setting}: ")), "{message}");
+    }
 }

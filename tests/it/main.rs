@@ -1,5 +1,6 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
+mod architecture;
 mod cleanup;
 mod concurrency;
 mod crash;
@@ -9,6 +10,7 @@ mod idem_tx;
 mod integration;
 mod keys;
 mod migrations;
+mod observe;
 mod pools;
 mod replay;
 mod schedules;

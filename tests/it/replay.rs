@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 use crate::support::{
     app::{effect, order, routes},
     client::{Answer, RequestExt, post},
+    db::{LAPSED, THREE_DAYS_LATER},
     gate::Gate,
     rig::Rig,
 };
@@ -169,6 +170,8 @@ async fn headers_of_one_exchange_are_not_replayed() {
         assert!(first.headers.contains_key(name), "{name}");
         assert!(!replay.headers.contains_key(name), "{name}");
     }
+    let stored = rig.db.text("SELECT array_to_string(header_names, ' ') AS value FROM idempotency_keys").await;
+    assert_eq!(stored.unwrap(), "x-lasts", "nor are they stored");
     assert_eq!(replay.header("x-lasts"), Some("1"));
     assert_eq!(replay.headers.get_all("date").iter().count(), 1);
     assert!(first.header("date").unwrap().contains("1970") && !replay.header("date").unwrap().contains("1970"));
@@ -543,25 +546,15 @@ async fn derived_keys_are_the_same_for_every_attempt_and_differ_otherwise() {
     let retried = said(&rig, "x", "a", "", 503).await;
     assert_eq!((derived(&first), json!(2)), (derived(&retried), retried.json()["attempt"].clone()));
     // The process died.
-    rig.db
-        .run(
-            "UPDATE idempotency_keys SET state = 'outstanding', status = NULL, \
-             leased_until = now() - interval '1 second'",
-        )
-        .await;
+    rig.db.run(LAPSED).await;
     let taken_over = said(&rig, "x", "a", "", 400).await;
     assert_eq!((derived(&first), json!(3)), (derived(&taken_over), taken_over.json()["attempt"].clone()));
 
     let corrected = said(&rig, "x", "b", "", 201).await;
     new(&corrected);
     assert_eq!(derived(&corrected), derived(&said(&rig, "x", "b", "", 201).await));
-    // Three days later, under a retention of one.
-    rig.db
-        .run(
-            "UPDATE idempotency_keys SET created_at = created_at - interval '3 days', \
-             completed_at = completed_at - interval '3 days', expires_at = expires_at - interval '3 days'",
-        )
-        .await;
+    // Under a retention of one.
+    rig.db.run(THREE_DAYS_LATER).await;
     let later = said(&rig, "x", "b", "", 201).await;
     assert!(!later.is_replay());
     assert_eq!(later.json()["attempt"], 1);

@@ -330,7 +330,7 @@ fn assert_unheard(secrets: &[&str]) {
 #[actix_web::test]
 async fn no_secret_is_logged_whatever_happens_to_a_request() {
     log::listen();
-    let rig = Rig::with(Policy::new().tenant(|_| Some("SecretTenant".into()))).await;
+    let rig = Rig::with(Policy::new().tenant(|_| Some("SecretTenant".into())).store_timeout(PATIENCE)).await;
     let send = async |path: &str, key: &str, body: &str| -> Answer {
         rig.post(path).key(key).user("SecretToken").header("x-own", "SecretHeader").body(body.to_owned()).answer().await
     };

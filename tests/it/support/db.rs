@@ -18,6 +18,16 @@ const EFFECTS: &str = "CREATE TABLE effects (
     tag text NOT NULL
 )";
 
+/// For [`Db::run`]: every key is as it would be had its process died long ago.
+pub const LAPSED: &str = "UPDATE idempotency_keys SET state = 'outstanding', completed_at = NULL, status = NULL,
+    header_names = NULL, header_values = NULL, body = NULL, body_omitted = false, snapshot_version = NULL,
+    leased_until = now() - interval '1 minute'";
+
+/// For [`Db::run`]: every key is three days older.
+pub const THREE_DAYS_LATER: &str = "UPDATE idempotency_keys SET created_at = created_at - interval '3 days',
+    leased_until = leased_until - interval '3 days', completed_at = completed_at - interval '3 days',
+    expires_at = expires_at - interval '3 days'";
+
 /// A database of a server; dropped with the value.
 pub struct Db {
     pub url: String,

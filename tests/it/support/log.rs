@@ -6,6 +6,7 @@ use std::{
     collections::BTreeMap,
     fmt,
     sync::{Mutex, MutexGuard, Once, PoisonError},
+    thread,
 };
 
 use tracing::{
@@ -28,6 +29,8 @@ pub struct Line {
     pub fields: Fields,
     pub within: Fields,
     pub is_span: bool,
+    /// As `thread()` names it.
+    pub thread: String,
 }
 
 impl Line {
@@ -59,6 +62,16 @@ pub fn listen() {
 /// Every line so far.
 pub fn all() -> Vec<Line> {
     lines().clone()
+}
+
+/// The events on a thread, oldest first: a server with one worker has one of its own.
+pub fn on(thread: &str) -> Vec<Line> {
+    lines().iter().filter(|line| !line.is_span && line.thread == thread).cloned().collect()
+}
+
+/// The thread that asks.
+pub fn thread() -> String {
+    format!("{:?}", thread::current().id())
 }
 
 /// The events about a row, by the prefix of its id, oldest first.
@@ -103,6 +116,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Ears {
             fields,
             within,
             is_span: false,
+            thread: thread(),
         });
     }
 
@@ -110,7 +124,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Ears {
         let span = context.span(&id).unwrap();
         let fields = span.extensions().get::<Fields>().unwrap().clone();
         let (level, target) = (*span.metadata().level(), span.metadata().target().to_owned());
-        lines().push(Line { level, target, fields, within: Fields::new(), is_span: true });
+        lines().push(Line { level, target, fields, within: Fields::new(), is_span: true, thread: thread() });
     }
 }
 

@@ -13,6 +13,7 @@ use actix_idempotency::{Idempotency, Policy, PoolBuilder};
 use actix_web::{App, HttpServer, rt::time::sleep, web::Data};
 
 use super::{
+    PATIENCE,
     app::{self, Misbehaved},
     gate::Gate,
 };
@@ -139,6 +140,7 @@ fn serve_if_asked() {
                 .configure(|config| app::routes(config, &idempotency))
         })
         .workers(number("IT_WORKERS").unwrap().try_into().unwrap())
+        .client_request_timeout(PATIENCE)
         .shutdown_timeout(number("IT_SHUTDOWN_TIMEOUT").unwrap());
         if let Some(deadline) = drain {
             server = server.shutdown_signal(drained.deadline(deadline));

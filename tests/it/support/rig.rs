@@ -11,6 +11,7 @@ use actix_web::{
 use reqwest::{Client, Method, RequestBuilder};
 
 use super::{
+    PATIENCE,
     app::{self, Misbehaved},
     client::{Raw, client},
     db::Db,
@@ -110,10 +111,6 @@ impl Twin {
     pub fn post(&self, path: &str) -> RequestBuilder {
         self.client.post(self.server.url(path))
     }
-
-    pub fn get(&self, path: &str) -> RequestBuilder {
-        self.client.get(self.server.url(path))
-    }
 }
 
 impl Builder {
@@ -200,6 +197,7 @@ impl Server {
                 .configure(move |config| routes(config, &idempotency, &pool))
         })
         .workers(workers)
+        .client_request_timeout(PATIENCE)
         .disable_signals()
         .bind(("127.0.0.1", 0))
         .unwrap();
