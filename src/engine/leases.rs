@@ -13,7 +13,7 @@ use super::{
     store::{Line, in_time},
 };
 use crate::{
-    error::Error,
+    error::{Error, ErrorKind},
     policy::DEFAULT_STORE_TIMEOUT,
     postgres::keys,
     scope::KeyId,
@@ -24,6 +24,10 @@ use crate::{
 const DUE_AFTER: u32 = 3;
 /// ...and is looked at twice in that time.
 const LOOKS: u32 = 6;
+
+/// How often a renewal is sent that fails with 40001: under REPEATABLE READ and above one of its rows
+/// is enough, and every completion writes to one.
+const TRIES: u32 = 5;
 
 pub(crate) type Owner = [u8; 16];
 
@@ -117,10 +121,15 @@ async fn renew_due(engine: &Engine, line: &mut Line) -> Result<(), Error> {
     let ids: Vec<&[u8]> = due.iter().map(|(id, ..)| &id.0[..]).collect();
     let owners: Vec<&[u8]> = due.iter().map(|(_, owner, _)| &owner[..]).collect();
     let lease_ms: Vec<i64> = due.iter().map(|(.., ms)| *ms).collect();
-    let renewed = in_time(DEFAULT_STORE_TIMEOUT, async {
-        Ok(keys::renew(line.get(&engine.store).await?, &ids, &owners, &lease_ms).await?)
-    })
-    .await?;
+    let mut tries = 0;
+    let renewed = loop {
+        tries += 1;
+        let renewing = async { Ok(keys::renew(line.get(&engine.store).await?, &ids, &owners, &lease_ms).await?) };
+        match in_time(DEFAULT_STORE_TIMEOUT, renewing).await {
+            Err(error) if error.kind() == ErrorKind::Serialization && tries < TRIES => {}
+            renewed => break renewed?,
+        }
+    };
     engine.leases.renewed(&renewed);
     for (id, ..) in due.iter().filter(|(id, ..)| !renewed.iter().any(|renewed| *renewed == id.0)) {
         telemetry::event(Event::NotRenewed, id);

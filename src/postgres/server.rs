@@ -79,9 +79,13 @@ pub(crate) async fn hold(conn: &mut AsyncPgConnection) -> QueryResult<()> {
     conn.batch_execute("BEGIN").await
 }
 
-/// Until the end of the transaction, one migrates at a time. The number is this crate's own.
+/// Until the end of the transaction, one migrates at a time. The number is this crate's own. Whoever
+/// has waited must see what was done meanwhile, whatever the server's default isolation is.
 pub(crate) fn lock_migrations(
     conn: &mut impl diesel::connection::LoadConnection<Backend = diesel::pg::Pg>,
 ) -> QueryResult<()> {
-    diesel::RunQueryDsl::execute(diesel::sql_query("SELECT pg_advisory_xact_lock(4826201893301942)"), conn).map(drop)
+    for sql in ["SET TRANSACTION ISOLATION LEVEL READ COMMITTED", "SELECT pg_advisory_xact_lock(4826201893301942)"] {
+        diesel::RunQueryDsl::execute(diesel::sql_query(sql), conn)?;
+    }
+    Ok(())
 }

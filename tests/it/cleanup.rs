@@ -12,6 +12,7 @@ use futures_util::future::join_all;
 use crate::support::{
     app::order,
     client::{Answer, RequestExt},
+    cluster::Cluster,
     db::Db,
     eventually, repeat,
     rig::Rig,
@@ -50,12 +51,32 @@ async fn end_all_sessions(db: &Db) {
     .await;
 }
 
-async fn deadlocks(db: &Db) -> i64 {
-    end_all_sessions(db).await;
-    db.number("SELECT deadlocks AS value FROM pg_stat_database WHERE datname = current_database()").await
+// --- sweeping ------------------------------------------------------------------------------------------------
+
+/// How long the requests of twenty clients take, each of whom goes on as long as this is so of the number it
+/// has been served.
+async fn serve(rig: &Rig, tag: &str, goes_on: impl Fn(usize) -> bool) -> Vec<Duration> {
+    let clients = (0..20).map(|client| {
+        let goes_on = &goes_on;
+        async move {
+            let mut times = Vec::new();
+            while goes_on(times.len()) {
+                let key = format!("{tag}-{client}-{}", times.len());
+                let began = Instant::now();
+                assert_eq!(rig.post("/orders").key(&key).json(&order(tag)).answer().await.status, 201);
+                times.push(began.elapsed());
+            }
+            times
+        }
+    });
+    join_all(clients).await.into_iter().flatten().collect()
 }
 
-// --- sweeping ------------------------------------------------------------------------------------------------
+fn p99(times: &[Duration]) -> Duration {
+    let mut times = times.to_vec();
+    times.sort();
+    times[times.len() * 99 / 100]
+}
 
 /// B01
 #[actix_web::test]
@@ -84,30 +105,17 @@ async fn a_mountain_of_expired_rows_goes_in_small_batches_while_clients_claim() 
                  FOR EACH STATEMENT EXECUTE FUNCTION note();",
         )
         .await;
-    let swept = rt::spawn({
+    let before = p99(&serve(&rig, "before", |served| served < 20).await);
+    let sweeping = rt::spawn({
         let sweeper = Sweeper::new(rig.pool.clone()).batch(batch(1000));
         async move { sweeper.sweep_once().await }
     });
-    let clients = (0..20).map(|client| {
-        let (rig, swept) = (&rig, &swept);
-        async move {
-            let mut times = Vec::new();
-            while !swept.is_finished() {
-                let key = format!("{client}-{}", times.len());
-                let began = Instant::now();
-                assert_eq!(rig.post("/orders").key(&key).json(&order("new")).answer().await.status, 201);
-                times.push(began.elapsed());
-            }
-            times
-        }
-    });
-    let mut times: Vec<_> = join_all(clients).await.into_iter().flatten().collect();
-    assert_eq!(swept.await.unwrap().unwrap(), ROWS);
-    times.sort();
-    // Nobody waits for the sweeper. (An idle machine: 0.1 s.)
-    let p99 = times[times.len() * 99 / 100];
-    assert!(p99 < SECOND, "{p99:?} of {} requests", times.len());
-    assert_eq!(rig.db.keys().await, times.len() as i64);
+    let times = serve(&rig, "during", |_| !sweeping.is_finished()).await;
+    assert_eq!(sweeping.await.unwrap().unwrap(), ROWS);
+    // Nobody waits for the sweeper, beyond what it takes of the machine.
+    let during = p99(&times);
+    assert!(during < (before * 10).max(SECOND), "{before:?} before, {during:?} during, of {} requests", times.len());
+    assert_eq!(rig.db.keys().await, 20 * 20 + times.len() as i64);
     let most = "SELECT max(rows) AS value FROM (SELECT sum(rows)::bigint AS rows FROM batches GROUP BY xid) AS b";
     assert_eq!(rig.db.number(most).await, 1000);
 }
@@ -116,8 +124,9 @@ async fn a_mountain_of_expired_rows_goes_in_small_batches_while_clients_claim() 
 #[actix_web::test]
 async fn sweeping_starts_by_itself() {
     let rig = Rig::with(policy().retention(SECOND)).await;
-    assert!(orders(&rig, 0..100).await.iter().all(|answer| answer.status == 201));
-    assert!(rig.db.keys().await > 0);
+    let answers = orders(&rig, 0..100).await;
+    assert!(answers.iter().all(|answer| answer.status == 201), "{answers:?}");
+    assert_eq!(rig.db.all_effects().await, 100);
     eventually("all rows are gone", || async { rig.db.keys().await == 0 }).await;
 }
 
@@ -135,14 +144,13 @@ async fn without_a_sweeper_rows_stay() {
 /// B04
 #[actix_web::test]
 async fn an_expired_row_is_as_good_as_absent_though_nobody_sweeps() {
-    let rig = Rig::with(policy().retention(SECOND)).await;
+    let rig = Rig::start().await;
     let _ = rig.idempotency.clone().without_sweeper();
-    let other = rig.other(policy().retention(SECOND));
+    let other = rig.other(policy());
     let _ = other.idempotency.clone().without_sweeper();
-    for round in 1..=repeat(20, 2) {
+    for round in 1..=repeat(50, 5) {
         rig.post("/orders").key("x").json(&order("old")).answer().await;
-        let expired = "(SELECT completed_at + interval '1 s' <= clock_timestamp() FROM idempotency_keys)";
-        eventually("the row has expired", || rig.db.is(expired)).await;
+        rig.db.age("x", "2 days").await;
         let racers = (0..20).map(|n| {
             let request = if n % 2 == 0 { rig.post("/orders") } else { other.post("/orders") };
             request.key("x").json(&order("new")).answer()
@@ -160,7 +168,7 @@ async fn an_expired_row_is_as_good_as_absent_though_nobody_sweeps() {
 /// B07
 #[actix_web::test]
 async fn a_sweeper_leaves_alone_what_runs_and_what_has_just_ended() {
-    let rig = Rig::with(policy().retention(SECOND).lease(10 * SECOND)).await;
+    let rig = Rig::with(policy().retention(2 * SECOND).lease(10 * SECOND)).await;
     let _ = rig.idempotency.clone().without_sweeper();
     let sweeper = Sweeper::new(rig.pool.clone());
     let running = rt::spawn(rig.post("/held").key("x").body("x").answer());
@@ -176,13 +184,14 @@ async fn a_sweeper_leaves_alone_what_runs_and_what_has_just_ended() {
         assert_eq!(rig.post(path).key(key).body(body).answer().await.code(), "outstanding");
     }
 
+    let ends = Instant::now();
     rig.gate.open(2);
     let first = running.await.unwrap();
     assert_eq!(failing.await.unwrap().status, 500);
-    let ended = Instant::now();
-    assert_eq!(sweeper.sweep_once().await.unwrap(), 0);
+    let swept = sweeper.sweep_once().await.unwrap();
     let replay = rig.post("/held").key("x").body("x").answer().await;
-    if ended.elapsed() < SECOND {
+    if ends.elapsed() < 2 * SECOND {
+        assert_eq!(swept, 0);
         first.assert_replayed_by(&replay);
     }
     eventually("both have expired", || async {
@@ -190,7 +199,7 @@ async fn a_sweeper_leaves_alone_what_runs_and_what_has_just_ended() {
         rig.db.keys().await == 0
     })
     .await;
-    assert!(ended.elapsed() > SECOND * 9 / 10, "too early: {:?}", ended.elapsed());
+    assert!(ends.elapsed() >= 2 * SECOND, "too early: {:?}", ends.elapsed());
 }
 
 #[actix_web::test]
@@ -248,7 +257,10 @@ async fn a_sweeper_survives_an_error() {
 
 #[actix_web::test]
 async fn sweepers_and_claims_on_the_same_rows_do_not_deadlock() {
-    let rig = Rig::builder().pool_size(10).start().await;
+    let cluster = Cluster::start(&[]);
+    let db = Db::on(&cluster.url()).await;
+    let connections = db.pool(10);
+    let rig = Rig::builder().on(db, connections).start().await;
     let _ = rig.idempotency.clone().without_sweeper();
     let until = Instant::now() + SECOND * repeat(10, 3) as u32;
     let sweeper = Sweeper::new(rig.pool.clone()).batch(batch(7));
@@ -273,7 +285,9 @@ async fn sweepers_and_claims_on_the_same_rows_do_not_deadlock() {
     };
     let (swept, ran) = tokio::join!(sweepers, claims);
     assert!(swept.iter().sum::<u64>() > 0 && ran > 0);
-    assert_eq!(deadlocks(&rig.db).await, 0);
+    let log = cluster.log();
+    let errors: Vec<_> = log.lines().filter(|line| line.contains("ERROR")).collect();
+    assert!(errors.is_empty(), "{errors:?}");
 }
 
 // --- what it costs -------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 use std::{
     env, fs,
-    net::{TcpListener, TcpStream},
+    net::TcpStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering},
@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{PATIENCE, db::with_database, missing};
+use super::{PATIENCE, cluster::free_port, db::with_database, missing};
 
 pub struct Bouncer {
     directory: PathBuf,
@@ -31,7 +31,7 @@ impl Bouncer {
             env::temp_dir().join(format!("it-bouncer-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
         let _ = fs::remove_dir_all(&directory);
         fs::create_dir(&directory).unwrap();
-        let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let server: tokio_postgres::Config = url.parse().unwrap();
         let host = match &server.get_hosts()[0] {
             tokio_postgres::config::Host::Tcp(host) => host.clone(),

@@ -25,7 +25,7 @@ impl Cluster {
             env::temp_dir().join(format!("it-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
         let _ = fs::remove_dir_all(&directory);
         fs::create_dir(&directory).unwrap();
-        let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let cluster = Self { directory, port, bin: bin.into(), user };
         if !cluster.user.is_empty() {
             succeed(Command::new("chown").arg(&cluster.user).arg(&cluster.directory));
@@ -83,6 +83,16 @@ impl Cluster {
         } else {
             // `--` ends runuser's own options.
             succeed(Command::new("runuser").args(["-u", &self.user, "--"]).arg(program).args(arguments));
+        }
+    }
+}
+
+/// Below the ports that systems give to outgoing connections, so that nobody takes it while the server is down.
+pub fn free_port() -> u16 {
+    loop {
+        let port = rand::random_range(20_000..32_000);
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
         }
     }
 }

@@ -113,8 +113,11 @@ impl Db {
         Self { url: with_database(server, &name), name, server: server.into(), roles: AtomicU32::new(0) }
     }
 
+    /// READ COMMITTED, whatever the server's default is: the test's own statements lose no races.
     pub async fn connect(&self) -> AsyncPgConnection {
-        AsyncPgConnection::establish(&self.url).await.unwrap()
+        let mut conn = AsyncPgConnection::establish(&self.url).await.unwrap();
+        conn.batch_execute("SET default_transaction_isolation = 'read committed'").await.unwrap();
+        conn
     }
 
     pub fn pool(&self, size: u32) -> PgPool {
@@ -156,8 +159,10 @@ impl Db {
     }
 
     pub async fn is(&self, condition: &str) -> bool {
-        let rows: Vec<Truth> =
-            diesel::sql_query(format!("SELECT {condition} AS value")).load(&mut self.connect().await).await.unwrap();
+        let rows: Vec<Truth> = diesel::sql_query(format!("SELECT coalesce({condition}, false) AS value"))
+            .load(&mut self.connect().await)
+            .await
+            .unwrap();
         rows[0].value
     }
 
