@@ -16,6 +16,7 @@ use crate::{
         store::{Checkout, in_time},
     },
     error::{Error, ErrorKind},
+    failpoint,
     policy::Policy,
     postgres::{
         PgPool,
@@ -88,6 +89,7 @@ impl Transaction {
             let session = engine.session(&mut conn).await?;
             let mark = hex::encode(rand::random::<[u8; 16]>());
             let idle = millis(policy.idle_in_transaction);
+            failpoint::reach("before-begin");
             transactions::begin(&mut conn, policy.isolation.sql(), idle, &mark).await?;
             Ok(Self { conn: Box::new(conn), _permit: permit, mark, session })
         })
@@ -151,6 +153,7 @@ impl Transaction {
             telemetry::misconfigured("a handler has left a savepoint of its IdemTx open: its writes are rolled back");
             return Commit::RolledBack(Code::TransactionMisused);
         }
+        failpoint::reach("before-complete");
         match in_time(policy.store_timeout, last(&self)).await {
             Ok(true) => {}
             Ok(false) => return self.explain(policy).await,
@@ -161,9 +164,11 @@ impl Transaction {
                 return Commit::RolledBack(code);
             }
         }
+        failpoint::reach("after-complete");
         let committed = async { Ok(transactions::commit(&mut self.conn).await?) };
         match in_time(policy.store_timeout, committed).await {
             Ok(()) => {
+                failpoint::reach("after-commit");
                 self.conn.give_back();
                 Commit::Done
             }
@@ -191,8 +196,10 @@ impl Transaction {
 
     /// Where this fails, or is dropped, the connection is closed, which rolls back as well.
     pub(crate) async fn rollback(mut self, policy: &Policy) {
+        failpoint::reach("before-rollback");
         let rolled_back = async { Ok(transactions::rollback(&mut self.conn).await?) };
         if in_time(policy.store_timeout, rolled_back).await.is_ok() {
+            failpoint::reach("after-rollback");
             self.conn.give_back();
         }
     }
