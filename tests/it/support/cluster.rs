@@ -25,7 +25,9 @@ impl Cluster {
             env::temp_dir().join(format!("it-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
         let _ = fs::remove_dir_all(&directory);
         fs::create_dir(&directory).unwrap();
-        let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+        // Below the ports of outgoing connections: nobody takes it while the server is down.
+        let free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+        let port = std::iter::repeat_with(|| rand::random_range(10_000..20_000)).find(free).unwrap();
         let cluster = Self { directory, port, bin: bin.into(), user };
         if !cluster.user.is_empty() {
             succeed(Command::new("chown").arg(&cluster.user).arg(&cluster.directory));

@@ -4,6 +4,8 @@
 //! - [`rig::Rig`]: a server in this process on a real port, with two workers and the routes of `app.rs`;
 //! - [`process::ServerProcess`]: the same server as a process of its own, to be killed;
 //! - [`cluster::Cluster`]: a Postgres server of its own, to be stopped, configured, or its log read;
+//! - [`shop::Shop`]: orders and stock, written through `IdemTx` under every policy;
+//! - [`proxy::Proxy`]: what goes wrong between the pool and Postgres, at a chosen message;
 //! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go.
 
 pub mod app;
@@ -11,8 +13,11 @@ pub mod client;
 pub mod cluster;
 pub mod db;
 pub mod gate;
+pub mod points;
 pub mod process;
+pub mod proxy;
 pub mod rig;
+pub mod shop;
 
 use std::time::{Duration, Instant};
 
