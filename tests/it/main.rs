@@ -2,5 +2,6 @@
 
 mod campaign;
 mod idem_tx;
+mod proxy;
 mod smoke;
 mod support;
