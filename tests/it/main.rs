@@ -1,6 +1,7 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
 mod campaign;
+mod dropped;
 mod idem_tx;
 mod proxy;
 mod smoke;
