@@ -82,7 +82,7 @@ impl Lease {
     /// Ends the attempt with an answer that is kept, in the transaction of the handler's writes.
     pub(crate) async fn commit(self, transaction: Transaction, snapshot: ResponseSnapshot) -> Ended {
         let stored = transaction
-            .commit_after(&self.policy, async |tx| tx.complete(&self.id.0, &self.owner, &snapshot).await)
+            .commit_after(&self.policy, async |tx| tx.complete(&self.id.0, &self.owner, &snapshot, &self.policy).await)
             .await;
         match stored {
             Commit::Done => {

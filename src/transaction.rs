@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{Arc, Mutex, PoisonError, Weak},
+    time::Instant,
 };
 
 use diesel_async::AsyncPgConnection;
@@ -132,10 +133,16 @@ impl Transaction {
 
     /// Stores the answer of a claim in this transaction. `false`: the lease was lost, or the handler
     /// has ended the transaction by itself.
-    pub(crate) async fn complete(&self, id: &[u8], owner: &[u8], snapshot: &ResponseSnapshot) -> Result<bool, Error> {
+    pub(crate) async fn complete(
+        &self,
+        id: &[u8],
+        owner: &[u8],
+        snapshot: &ResponseSnapshot,
+        policy: &Policy,
+    ) -> Result<bool, Error> {
         let parts = Parts::of(snapshot);
-        let answer = parts.answer(snapshot);
-        Ok(transactions::complete_within(&self.conn, &self.session, id, owner, &self.mark, &answer).await?)
+        let (answer, patience) = (parts.answer(snapshot), millis(policy.lock_timeout()));
+        Ok(transactions::complete_within(&self.conn, &self.session, id, owner, &self.mark, &answer, patience).await?)
     }
 
     /// A checked statement: fails where the transaction is aborted, `false` where it is no longer ours.
@@ -154,11 +161,14 @@ impl Transaction {
             return Commit::RolledBack(Code::TransactionMisused);
         }
         failpoint::reach("before-complete");
+        let began = Instant::now();
         match in_time(policy.store_timeout, last(&self)).await {
             Ok(true) => {}
             Ok(false) => return self.explain(policy).await,
             Err(error) => {
-                let code = code_of(&error);
+                // lock_timeout, whose SQLSTATE the driver does not tell: somebody is busy with the key.
+                let waited = error.kind() == ErrorKind::Database && began.elapsed() >= policy.lock_timeout();
+                let code = if waited { Code::Outstanding } else { code_of(&error) };
                 telemetry::store_failed("a transaction failed before its COMMIT", &error);
                 self.rollback(policy).await;
                 return Commit::RolledBack(code);

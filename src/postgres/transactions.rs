@@ -102,19 +102,23 @@ pub(crate) async fn pin(conn: &mut AsyncPgConnection, id: &[u8], owner: &[u8]) -
 }
 
 /// Undoes `SET LOCAL ROLE` and `SET LOCAL search_path` of the handler's: the statements after it mean
-/// our table, and need our rights.
-fn restoring(session: &Session) -> String {
+/// our table, and need our rights. They wait no longer than this for a row that somebody has locked.
+fn restoring(session: &Session, lock_timeout_ms: i64) -> String {
     let path = if session.search_path.is_empty() { "''" } else { &session.search_path };
-    format!("SET LOCAL ROLE '{}'; SET LOCAL search_path TO {path}", session.role.replace('\'', "''"))
+    format!(
+        "SET LOCAL ROLE '{}'; SET LOCAL search_path TO {path}; SET LOCAL lock_timeout = {lock_timeout_ms}",
+        session.role.replace('\'', "''")
+    )
 }
 
 /// Sends two things in one round trip, the first one first.
 async fn after_restoring<T>(
     conn: &AsyncPgConnection,
     session: &Session,
+    lock_timeout_ms: i64,
     statement: impl Future<Output = QueryResult<T>>,
 ) -> QueryResult<T> {
-    let sql = restoring(session);
+    let sql = restoring(session, lock_timeout_ms);
     let mut line = conn;
     let (restored, outcome) = futures_util::future::join(line.batch_execute(&sql), statement).await;
     restored.and(outcome)
@@ -166,11 +170,12 @@ pub(crate) async fn complete_within(
     owner: &[u8],
     mark: &str,
     answer: &Answer<'_>,
+    lock_timeout_ms: i64,
 ) -> QueryResult<bool> {
     let omitted = answer.body.is_none();
     let statement = complete_statement(id, owner, mark, answer, &omitted);
     let mut line = conn;
-    let rows = after_restoring(conn, session, statement.execute(&mut line)).await?;
+    let rows = after_restoring(conn, session, lock_timeout_ms, statement.execute(&mut line)).await?;
     Ok(rows == 1)
 }
 
@@ -311,7 +316,7 @@ pub(crate) async fn finish(
     let rows = if mark.is_empty() {
         finish.execute(&mut line).await?
     } else {
-        after_restoring(conn, session, finish.execute(&mut line)).await?
+        after_restoring(conn, session, new.lock_timeout_ms, finish.execute(&mut line)).await?
     };
     Ok(rows == 1)
 }

@@ -1,5 +1,6 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
+mod atomic;
 mod campaign;
 mod dropped;
 mod idem_tx;
