@@ -207,6 +207,9 @@ impl Transaction {
     /// Where this fails, or is dropped, the connection is closed, which rolls back as well.
     pub(crate) async fn rollback(mut self, policy: &Policy) {
         failpoint::reach("before-rollback");
+        if !self.is_one_level_deep() {
+            return;
+        }
         let rolled_back = async { Ok(transactions::rollback(&mut self.conn).await?) };
         if in_time(policy.store_timeout, rolled_back).await.is_ok() {
             failpoint::reach("after-rollback");

@@ -65,10 +65,14 @@ pub(crate) async fn commit(conn: &mut AsyncPgConnection) -> QueryResult<()> {
 }
 
 /// How deep transactions nest here: 1 is a transaction, more has savepoints in it. `None` where the
-/// manager has lost track.
+/// manager has lost track, as when a future was dropped while its SAVEPOINT was on its way.
 pub(crate) fn depth(conn: &mut AsyncPgConnection) -> Option<u32> {
-    let status = Manager::transaction_manager_status_mut(conn);
-    status.transaction_depth().ok().map(|depth| depth.map_or(0, u32::from))
+    // With nothing but that against it: an open transaction would count as broken as well.
+    let status = std::mem::take(Manager::transaction_manager_status_mut(conn));
+    let lost_track = Manager::is_broken_transaction_manager(conn);
+    let depth = status.transaction_depth().ok().map(|depth| depth.map_or(0, u32::from));
+    *Manager::transaction_manager_status_mut(conn) = status;
+    depth.filter(|_| !lost_track)
 }
 
 statement! {

@@ -5,12 +5,12 @@ use std::time::Duration;
 use actix_idempotency::{IdemTx, Idempotency, PgPool, Policy, PoolBuilder};
 use actix_web::{
     HttpRequest, HttpResponse, Result,
-    error::ErrorInternalServerError,
+    error::{ErrorConflict, ErrorInternalServerError},
     rt,
     web::{self, Data, ServiceConfig},
 };
 use diesel::sql_types::Text;
-use diesel_async::RunQueryDsl;
+use diesel_async::{AsyncConnection, RunQueryDsl};
 
 use crate::support::{
     PATIENCE,
@@ -51,11 +51,21 @@ async fn apart(pool: Data<PgPool>) -> Result<HttpResponse> {
     Ok(created(effect(&pool, "x").await?))
 }
 
+/// Begins a savepoint, and drops that when the gate opens.
+async fn savepoint(mut tx: IdemTx, gate: Data<Gate>, request: HttpRequest) -> Result<HttpResponse> {
+    tokio::select! {
+        _ = tx.transaction(async |_| Ok::<_, diesel::result::Error>(())) => unreachable!("its answer is held up"),
+        () = gate.pass() => {}
+    }
+    if request.headers().contains_key("x-fail") { Err(ErrorConflict("no")) } else { Ok(created(1)) }
+}
+
 fn routes(config: &mut ServiceConfig, idempotency: &Idempotency, _: &PgPool) {
     config.service(
         web::scope("")
             .wrap(idempotency.clone())
             .route("/within", web::post().to(within))
+            .route("/savepoint", web::post().to(savepoint))
             .route("/apart", web::post().to(apart)),
     );
 }
@@ -193,6 +203,36 @@ async fn a_statement_of_the_handlers_that_is_lost_is_its_error_and_releases() {
             assert!(mishap.has_happened());
             assert_eq!(failed.status, 500, "{}", failed.text());
             rig.eventually_runs().await;
+        }
+    }
+}
+
+/// The driver has lost track of such a connection, and would panic at its next COMMIT or ROLLBACK.
+#[actix_web::test]
+async fn a_savepoint_that_is_dropped_on_its_way_is_rolled_back_with_everything() {
+    for policy in policies() {
+        for fails in [false, true] {
+            let (rig, proxy) = behind_a_proxy(policy.clone()).await;
+            let late = proxy.next("SAVEPOINT", Do::HoldAnswer);
+            let request = rig.post("/savepoint").key("a");
+            let request = if fails { request.header("x-fail", "1") } else { request };
+            let answer = rt::spawn(request.answer());
+            late.happened().await;
+            rig.gate.open(1);
+            let answer = answer.await.unwrap();
+            match fails {
+                false => assert_eq!((answer.status.as_u16(), answer.code().as_str()), (500, "transaction-misused")),
+                true => assert_eq!((answer.status.as_u16(), answer.text().as_str()), (409, "no")),
+            }
+            late.let_go();
+            assert_ne!(rig.db.state("a").await.as_deref(), Some("outstanding"), "{policy:?}");
+            eventually("the connection is gone", async || {
+                rig.db
+                    .is("NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND \
+                         pid <> pg_backend_pid() AND state LIKE 'idle in transaction%')")
+                    .await
+            })
+            .await;
         }
     }
 }
