@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use actix_idempotency::{IdemTx, Idempotency, PgPool, Policy, PoolBuilder};
+use actix_idempotency::{IdemTx, Idempotency, Isolation, PgPool, Policy, PoolBuilder};
 use actix_web::{
     HttpRequest, HttpResponse, Result,
     error::{ErrorConflict, ErrorInternalServerError},
@@ -189,6 +189,25 @@ async fn a_transaction_that_cannot_be_opened_is_refused_and_released() {
         assert!(mishap.has_happened());
         assert_eq!((refused.status.as_u16(), refused.code().as_str()), (503, "store-unavailable"), "{lost:?}");
         assert_eq!(rig.db.state("a").await.as_deref(), Some("released"));
+        rig.eventually_runs().await;
+    }
+}
+
+/// What is sent before the handler has its transaction is ours, and waits no longer than the rest of it.
+#[actix_web::test]
+async fn a_transaction_whose_beginning_is_never_acknowledged_is_refused_and_released() {
+    let pinned = Policy::new().isolation(Isolation::RepeatableRead);
+    let set = |policy: Policy| policy.set_local(|_| vec![("app.tenant".to_owned(), "1".to_owned())]);
+    for (policy, sql) in [
+        (pinned, "SELECT attempt FROM idempotency_keys"),
+        (set(Policy::new()), "SELECT set_config(setting.name"),
+        (set(Policy::new().atomic()), "SELECT set_config(setting.name"),
+    ] {
+        let (rig, proxy) = behind_a_proxy(policy).await;
+        let mishap = proxy.next(sql, Do::SwallowAnswer);
+        let refused = rig.within().await;
+        assert!(mishap.has_happened());
+        assert_eq!((refused.status.as_u16(), refused.code().as_str()), (503, "store-unavailable"), "{sql}");
         rig.eventually_runs().await;
     }
 }
