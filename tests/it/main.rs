@@ -2,8 +2,10 @@
 
 mod atomic;
 mod campaign;
+mod complete_in;
 mod dropped;
 mod idem_tx;
+mod interrupted;
 mod proxy;
 mod smoke;
 mod support;
