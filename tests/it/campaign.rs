@@ -188,8 +188,10 @@ impl Campaign {
         self.strike(round).await;
 
         let struck = Instant::now();
+        let mut unanswered = 0;
         for (purchase, shopping) in purchases.iter().zip(join_all(shopping).await) {
             let attempts = shopping.unwrap();
+            unanswered += attempts.unanswered;
             if let Some(strange) = attempts.refusals.iter().find(|refusal| !is_expected(refusal, round.victim)) {
                 panic!("{round:?}: {} was told {strange}", purchase.key);
             }
@@ -198,6 +200,9 @@ impl Campaign {
             assert!(retry.is_replay(), "{round:?}: {} ran again: {retry:?}", purchase.key);
             assert_eq!((retry.status, &retry.body), (answer.status, &answer.body), "{round:?}: {}", purchase.key);
             self.shop.delivered(purchase, &answer).await.unwrap_or_else(|wrong| panic!("{round:?}: {wrong}"));
+        }
+        if let Round { victim: Victim::Server, at: Some((_, point)) } = round {
+            assert!(unanswered > 0, "{point}: the kill has interrupted nobody");
         }
         self.slowest = self.slowest.max(struck.elapsed());
         assert!(struck.elapsed() < LEASE + SLACK, "{round:?}: keys were outstanding for {:?}", struck.elapsed());

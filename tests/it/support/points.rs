@@ -1,6 +1,9 @@
 //! The named points of the path (`src/failpoint.rs`) in a server process: its parent says at which one it
 //! stops, and when it goes on.
 
+#[cfg(not(debug_assertions))]
+compile_error!("the points of the path are there with debug assertions only: run the tests without --release");
+
 use std::{
     io::stdin,
     sync::{Arc, Condvar, Mutex},
