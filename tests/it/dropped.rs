@@ -112,7 +112,7 @@ impl<'a> Tried<'a> {
     /// Long before its lease ends, a retry has an answer.
     async fn insist(&self, key: &str) -> Answer {
         let answered = OnceCell::new();
-        eventually("a retry has an answer", async || {
+        eventually(&format!("a retry with {key} has an answer"), async || {
             let answer = self.ask(key, false).await;
             if answer.status != 201 {
                 assert_eq!(answer.code(), "outstanding");
@@ -156,19 +156,23 @@ async fn drop_everywhere(policy: Policy, path: &'static str, at_most: i64) {
     let db = Db::new().await;
     let warm = Tried::cold(&db, &policy, path);
     let mut points = 0;
-    for sweep in 0..8 {
-        let (early, fails, is_cold) = (sweep & 1 == 0, sweep & 2 == 0, sweep & 4 == 0);
+    for sweep in 0..12 {
+        // The last four begin with an attempt that gives the key back: they claim it again.
+        let (early, fails, is_warm, again) = (sweep & 1 == 0, sweep & 2 == 0, sweep & 4 != 0, sweep & 8 != 0);
         for polls in 1.. {
             assert!(polls < 200, "it never ends");
             let cold;
-            let tried = if is_cold {
+            let tried = if is_warm {
+                &warm
+            } else {
                 cold = Tried::cold(&db, &policy, path);
                 &cold
-            } else {
-                &warm
             };
             // The database has a name that no other test has.
             let key = format!("{}-{sweep}-{polls}", db.name);
+            if again {
+                assert_eq!(tried.ask(&key, true).await.status, 418);
+            }
             failpoint::cut(
                 &key,
                 if early { failpoint::Drop::After(polls) } else { failpoint::Drop::WokenAfter(polls) },
@@ -177,7 +181,7 @@ async fn drop_everywhere(policy: Policy, path: &'static str, at_most: i64) {
             let is_over = cut.status == if fails { 418 } else { 201 };
             if !is_over {
                 assert_eq!(cut.code(), "outcome-unknown", "{key}");
-                points += u32::from(is_cold);
+                points += u32::from(sweep < 4);
             }
             let answer = tried.insist(&key).await;
             let replay = tried.ask(&key, false).await;
@@ -211,6 +215,32 @@ async fn with_a_transaction_under_an_atomic_policy() {
 #[actix_web::test]
 async fn with_effects_of_its_own() {
     drop_everywhere(Policy::new(), "/apart", 2).await;
+}
+
+/// Nothing is written, so nothing can be left behind.
+#[actix_web::test]
+async fn on_the_way_to_a_replay() {
+    for policy in [Policy::new(), Policy::new().atomic()] {
+        let policy = policy.anonymous().lease(Duration::from_secs(600));
+        let db = Db::new().await;
+        let key = db.name.clone();
+        let first = Tried::cold(&db, &policy, "/within").ask(&key, false).await;
+        let mut points = 0;
+        for polls in 1.. {
+            let tried = Tried::cold(&db, &policy, "/within");
+            failpoint::cut(&key, failpoint::Drop::After(polls));
+            let cut = tried.ask(&key, false).await;
+            first.assert_replayed_by(&tried.ask(&key, false).await);
+            tried.assert_whole().await;
+            if cut.is_replay() {
+                break;
+            }
+            assert_eq!(cut.code(), "outcome-unknown");
+            points += 1;
+        }
+        assert!(points >= 3, "only {points} points were found");
+        assert_eq!(db.effects(&key).await, 1);
+    }
 }
 
 #[actix_web::test]
