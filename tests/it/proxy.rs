@@ -145,6 +145,30 @@ async fn a_claim_that_is_never_acknowledged_is_refused_and_released() {
     rig.eventually_runs().await;
 }
 
+/// Given up by its deadline, or because its task was dropped: the release may be there before it.
+#[actix_web::test]
+async fn a_claim_that_arrives_after_it_was_given_up_is_released() {
+    for takes_over in [false, true] {
+        let timeout = Duration::from_secs(3);
+        let (rig, proxy) = behind_a_proxy_waiting(Policy::new().lease(Duration::from_secs(600)), timeout).await;
+        if takes_over {
+            let failed = rig.post("/within").key("a").header("x-fail", "1").answer().await;
+            assert_eq!((failed.status.as_u16(), failed.text().as_str()), (409, ""));
+        }
+        let late = proxy.next(if takes_over { "SET state = 'outstanding'" } else { CLAIM }, Do::HoldRequest);
+        let release = proxy.next(RELEASE, Do::HoldAnswer);
+        assert_eq!(rig.within().await.code(), "store-unavailable");
+        release.happened().await;
+        late.let_go();
+        eventually("the claim has arrived", async || {
+            rig.db.is("EXISTS (SELECT FROM idempotency_keys WHERE state = 'outstanding')").await
+        })
+        .await;
+        release.let_go();
+        rig.eventually_runs().await;
+    }
+}
+
 #[actix_web::test]
 async fn a_claim_that_is_acknowledged_late_is_outstanding_for_others() {
     let (rig, proxy) = behind_a_proxy_waiting(Policy::new(), PATIENCE).await;
