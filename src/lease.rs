@@ -6,6 +6,7 @@ use actix_web::http::StatusCode;
 
 use crate::{
     engine::{Engine, ending::Ending, leases::Owner},
+    failpoint,
     policy::Policy,
     refusal::Code,
     scope::KeyId,
@@ -72,13 +73,16 @@ impl Lease {
     /// Ends the attempt and gives the key back; the status says how the next one may use it.
     pub(crate) async fn release(self, status: StatusCode) -> Ended {
         telemetry::event(Event::Released, &self.id);
-        self.end(Ending::Release(Some(status))).await
+        failpoint::reach("before-release");
+        let ended = self.end(Ending::Release(Some(status))).await;
+        failpoint::reach("after-release");
+        ended
     }
 
     /// Ends the attempt with an answer that is kept, in the transaction of the handler's writes.
     pub(crate) async fn commit(self, transaction: Transaction, snapshot: ResponseSnapshot) -> Ended {
         let stored = transaction
-            .commit_after(&self.policy, async |tx| tx.complete(&self.id.0, &self.owner, &snapshot).await)
+            .commit_after(&self.policy, async |tx| tx.complete(&self.id.0, &self.owner, &snapshot, &self.policy).await)
             .await;
         match stored {
             Commit::Done => {

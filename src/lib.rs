@@ -11,6 +11,8 @@ pub mod drain;
 mod engine;
 mod error;
 mod extract;
+#[doc(hidden)]
+pub mod failpoint;
 mod fingerprint;
 pub mod header;
 mod isolation;

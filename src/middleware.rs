@@ -28,6 +28,7 @@ use crate::{
     engine::{Engine, Seat},
     error::Error,
     extract::{self, IdemKey, Slot},
+    failpoint,
     fingerprint::Fingerprint,
     key::IdempotencyKey,
     lease::Ended,
@@ -342,8 +343,8 @@ where
     async fn spawn(self: Rc<Self>, request: ServiceRequest) -> ActixResult<Turn<B>> {
         let engine = Arc::clone(&self.case.engine);
         let span = self.case.span.clone();
-        let turn = engine.tasks.track_future(self.turn(request).instrument(span));
-        match actix_web::rt::spawn(turn).await {
+        let turn = engine.tasks.track_future(Rc::clone(&self).turn(request).instrument(span));
+        match actix_web::rt::spawn(failpoint::cuttable(self.case.ask.key.as_str(), turn)).await {
             Ok(turn) => turn,
             // The worker is being torn down, or the handler panicked while it was dropped.
             Err(_) => Err(Refusal::new(Code::OutcomeUnknown).into()),
@@ -352,6 +353,7 @@ where
 
     async fn turn(self: Rc<Self>, request: ServiceRequest) -> ActixResult<Turn<B>> {
         let Case { engine, policy, ask, .. } = &self.case;
+        failpoint::reach("before-claim");
         let claim = if policy.is_atomic {
             atomic::claim(engine, ask, policy).await
         } else {
@@ -381,6 +383,7 @@ where
     /// Your handler, and what becomes of its answer.
     async fn run(&self, hold: Hold, key: IdemKey, slot: Slot, request: ServiceRequest) -> ActixResult<Response<B>> {
         let Case { policy, ask, span, .. } = &self.case;
+        failpoint::reach("after-claim");
         span.record("attempt", key.attempt());
         extract::mark(&request, Some(key.clone()), slot.clone());
         let handler = AssertUnwindSafe(async { self.service.call(request).await }).catch_unwind();

@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{Arc, Mutex, PoisonError, Weak},
+    time::Instant,
 };
 
 use diesel_async::AsyncPgConnection;
@@ -16,6 +17,7 @@ use crate::{
         store::{Checkout, in_time},
     },
     error::{Error, ErrorKind},
+    failpoint,
     policy::Policy,
     postgres::{
         PgPool,
@@ -88,6 +90,7 @@ impl Transaction {
             let session = engine.session(&mut conn).await?;
             let mark = hex::encode(rand::random::<[u8; 16]>());
             let idle = millis(policy.idle_in_transaction);
+            failpoint::reach("before-begin");
             transactions::begin(&mut conn, policy.isolation.sql(), idle, &mark).await?;
             Ok(Self { conn: Box::new(conn), _permit: permit, mark, session })
         })
@@ -130,10 +133,16 @@ impl Transaction {
 
     /// Stores the answer of a claim in this transaction. `false`: the lease was lost, or the handler
     /// has ended the transaction by itself.
-    pub(crate) async fn complete(&self, id: &[u8], owner: &[u8], snapshot: &ResponseSnapshot) -> Result<bool, Error> {
+    pub(crate) async fn complete(
+        &self,
+        id: &[u8],
+        owner: &[u8],
+        snapshot: &ResponseSnapshot,
+        policy: &Policy,
+    ) -> Result<bool, Error> {
         let parts = Parts::of(snapshot);
-        let answer = parts.answer(snapshot);
-        Ok(transactions::complete_within(&self.conn, &self.session, id, owner, &self.mark, &answer).await?)
+        let (answer, patience) = (parts.answer(snapshot), millis(policy.lock_timeout()));
+        Ok(transactions::complete_within(&self.conn, &self.session, id, owner, &self.mark, &answer, patience).await?)
     }
 
     /// A checked statement: fails where the transaction is aborted, `false` where it is no longer ours.
@@ -151,19 +160,25 @@ impl Transaction {
             telemetry::misconfigured("a handler has left a savepoint of its IdemTx open: its writes are rolled back");
             return Commit::RolledBack(Code::TransactionMisused);
         }
+        failpoint::reach("before-complete");
+        let began = Instant::now();
         match in_time(policy.store_timeout, last(&self)).await {
             Ok(true) => {}
             Ok(false) => return self.explain(policy).await,
             Err(error) => {
-                let code = code_of(&error);
+                // lock_timeout, whose SQLSTATE the driver does not tell: somebody is busy with the key.
+                let waited = error.kind() == ErrorKind::Database && began.elapsed() >= policy.lock_timeout();
+                let code = if waited { Code::Outstanding } else { code_of(&error) };
                 telemetry::store_failed("a transaction failed before its COMMIT", &error);
                 self.rollback(policy).await;
                 return Commit::RolledBack(code);
             }
         }
+        failpoint::reach("after-complete");
         let committed = async { Ok(transactions::commit(&mut self.conn).await?) };
         match in_time(policy.store_timeout, committed).await {
             Ok(()) => {
+                failpoint::reach("after-commit");
                 self.conn.give_back();
                 Commit::Done
             }
@@ -191,8 +206,13 @@ impl Transaction {
 
     /// Where this fails, or is dropped, the connection is closed, which rolls back as well.
     pub(crate) async fn rollback(mut self, policy: &Policy) {
+        failpoint::reach("before-rollback");
+        if !self.is_one_level_deep() {
+            return;
+        }
         let rolled_back = async { Ok(transactions::rollback(&mut self.conn).await?) };
         if in_time(policy.store_timeout, rolled_back).await.is_ok() {
+            failpoint::reach("after-rollback");
             self.conn.give_back();
         }
     }

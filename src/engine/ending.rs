@@ -73,6 +73,7 @@ impl Engine {
 
     async fn keep_ending(&self, id: KeyId, owner: Owner, mut ending: Ending, policy: &Policy) {
         let lapses = Instant::now() + policy.lease;
+        let arrives = Instant::now() + policy.store_timeout;
         let delays = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(50))
             .with_max_delay(Duration::from_secs(5))
@@ -83,7 +84,15 @@ impl Engine {
         for delay in delays {
             match self.end(id, owner, &ending, policy).await {
                 Ok(true) => return telemetry::event(Event::EndedLate, &id),
-                Ok(false) => return self.explain(id, owner, policy).await,
+                Ok(false) => {
+                    let is_settled = self.is_settled(id, owner, policy).await;
+                    // A claim that was given up before it was acknowledged may still be on its way.
+                    let may_arrive = matches!(ending, Ending::Release(None)) && Instant::now() < arrives;
+                    if is_settled || !may_arrive {
+                        let event = if is_settled { Event::EndedLate } else { Event::CompletionLost };
+                        return telemetry::event(event, &id);
+                    }
+                }
                 Err(error) => {
                     telemetry::store_failed("an attempt could not be ended yet", &error);
                     refusals = if error.is_transient() { 0 } else { refusals + 1 };
@@ -103,13 +112,9 @@ impl Engine {
     }
 
     /// An earlier try may have landed and only its acknowledgement been lost.
-    async fn explain(&self, id: KeyId, owner: Owner, policy: &Policy) {
-        match self.look(&id, policy).await {
-            Ok(Some(row)) if row.owner == owner && row.state != "outstanding" => {
-                telemetry::event(Event::EndedLate, &id);
-            }
-            _ => telemetry::event(Event::CompletionLost, &id),
-        }
+    async fn is_settled(&self, id: KeyId, owner: Owner, policy: &Policy) -> bool {
+        let row = self.look(&id, policy).await;
+        row.is_ok_and(|row| row.is_some_and(|row| row.owner == owner && row.state != "outstanding"))
     }
 
     /// The row as it is, or `None`. Asked again where the connection turns out to be dead.

@@ -11,7 +11,7 @@ use diesel_async::AsyncPgConnection;
 use futures_util::{FutureExt, future::LocalBoxFuture};
 
 use crate::{
-    engine::Engine,
+    engine::{Engine, store::in_time},
     error::{Error, ErrorKind},
     lease::Lease,
     policy::Policy,
@@ -259,7 +259,7 @@ impl Opening {
             Some(transaction) => transaction,
             None => begin_for(engine, policy, lease.as_ref()).await?,
         };
-        transaction.set_local(settings).await.map_err(|error| failed(&error))?;
+        in_time(policy.store_timeout, transaction.set_local(settings)).await.map_err(|error| failed(&error))?;
         Ok(transaction)
     }
 }
@@ -278,8 +278,8 @@ async fn begin_for(engine: &Engine, policy: &Policy, lease: Option<&(KeyId, [u8;
     if let Some((id, owner)) = lease
         && transaction.has_one_snapshot(policy)
     {
-        let pinned = transactions::pin(transaction.conn_mut(), &id.0, owner).await.map_err(Error::from);
-        if !pinned.map_err(|error| failed(&error))? {
+        let pin = async { Ok(transactions::pin(transaction.conn_mut(), &id.0, owner).await?) };
+        if !in_time(policy.store_timeout, pin).await.map_err(|error| failed(&error))? {
             return Err(Code::LeaseLost);
         }
         // Nobody can take over a row that is locked, and a renewal would only wait for it.

@@ -65,10 +65,14 @@ pub(crate) async fn commit(conn: &mut AsyncPgConnection) -> QueryResult<()> {
 }
 
 /// How deep transactions nest here: 1 is a transaction, more has savepoints in it. `None` where the
-/// manager has lost track.
+/// manager has lost track, as when a future was dropped while its SAVEPOINT was on its way.
 pub(crate) fn depth(conn: &mut AsyncPgConnection) -> Option<u32> {
-    let status = Manager::transaction_manager_status_mut(conn);
-    status.transaction_depth().ok().map(|depth| depth.map_or(0, u32::from))
+    // With nothing but that against it: an open transaction would count as broken as well.
+    let status = std::mem::take(Manager::transaction_manager_status_mut(conn));
+    let lost_track = Manager::is_broken_transaction_manager(conn);
+    let depth = status.transaction_depth().ok().map(|depth| depth.map_or(0, u32::from));
+    *Manager::transaction_manager_status_mut(conn) = status;
+    depth.filter(|_| !lost_track)
 }
 
 statement! {
@@ -102,19 +106,23 @@ pub(crate) async fn pin(conn: &mut AsyncPgConnection, id: &[u8], owner: &[u8]) -
 }
 
 /// Undoes `SET LOCAL ROLE` and `SET LOCAL search_path` of the handler's: the statements after it mean
-/// our table, and need our rights.
-fn restoring(session: &Session) -> String {
+/// our table, and need our rights. They wait no longer than this for a row that somebody has locked.
+fn restoring(session: &Session, lock_timeout_ms: i64) -> String {
     let path = if session.search_path.is_empty() { "''" } else { &session.search_path };
-    format!("SET LOCAL ROLE '{}'; SET LOCAL search_path TO {path}", session.role.replace('\'', "''"))
+    format!(
+        "SET LOCAL ROLE '{}'; SET LOCAL search_path TO {path}; SET LOCAL lock_timeout = {lock_timeout_ms}",
+        session.role.replace('\'', "''")
+    )
 }
 
 /// Sends two things in one round trip, the first one first.
 async fn after_restoring<T>(
     conn: &AsyncPgConnection,
     session: &Session,
+    lock_timeout_ms: i64,
     statement: impl Future<Output = QueryResult<T>>,
 ) -> QueryResult<T> {
-    let sql = restoring(session);
+    let sql = restoring(session, lock_timeout_ms);
     let mut line = conn;
     let (restored, outcome) = futures_util::future::join(line.batch_execute(&sql), statement).await;
     restored.and(outcome)
@@ -166,11 +174,12 @@ pub(crate) async fn complete_within(
     owner: &[u8],
     mark: &str,
     answer: &Answer<'_>,
+    lock_timeout_ms: i64,
 ) -> QueryResult<bool> {
     let omitted = answer.body.is_none();
     let statement = complete_statement(id, owner, mark, answer, &omitted);
     let mut line = conn;
-    let rows = after_restoring(conn, session, statement.execute(&mut line)).await?;
+    let rows = after_restoring(conn, session, lock_timeout_ms, statement.execute(&mut line)).await?;
     Ok(rows == 1)
 }
 
@@ -311,7 +320,7 @@ pub(crate) async fn finish(
     let rows = if mark.is_empty() {
         finish.execute(&mut line).await?
     } else {
-        after_restoring(conn, session, finish.execute(&mut line)).await?
+        after_restoring(conn, session, new.lock_timeout_ms, finish.execute(&mut line)).await?
     };
     Ok(rows == 1)
 }
