@@ -50,7 +50,7 @@ pub const DEFAULT_STORE_TIMEOUT: Duration = Duration::from_secs(5);
 /// the locks of an owner that has stalled or been cut off go away when its key does.
 pub const DEFAULT_IDLE_IN_TRANSACTION: Duration = Duration::from_secs(30);
 
-/// The shortest lease: three renewals fit in, of which one may be late.
+/// The shortest lease: a renewal is due after a third of it, and must not come late on a busy machine.
 pub const MIN_LEASE: Duration = Duration::from_millis(100);
 
 type Settings = Vec<(String, String)>;
@@ -227,7 +227,7 @@ impl Policy {
     }
 
     /// Lets requests without a principal share one anonymous principal, silently. Default: they share
-    /// it, and a warning once per process says so: whoever guesses another's key gets its answer.
+    /// it, and one warning says so, at the first such request: whoever guesses another's key gets its answer.
     #[must_use]
     pub fn anonymous(mut self) -> Self {
         self.anonymous = Anonymous::Allowed;
