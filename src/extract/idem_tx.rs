@@ -65,7 +65,7 @@ use crate::{
 /// savepoint open, sent COMMIT by itself, kept the `IdemTx` beyond its own end, or gave its key back
 /// with an answer of success. Where the connection is lost at COMMIT, what became of it is found out:
 /// the answer is sent if it was committed, 503 `store-unavailable` if not, and 503 `outcome-unknown`
-/// if the store stays away.
+/// if the store stays away; without a key there is nothing to ask, and it is always the last.
 pub struct IdemTx {
     /// `None` only while it is dropped.
     transaction: Option<Transaction>,
