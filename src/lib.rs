@@ -1,3 +1,12 @@
+//! [`Drain`]: crate::Drain
+//! [`IdemKey`]: crate::IdemKey
+//! [`IdemTx`]: crate::IdemTx
+//! [`Policy`]: crate::Policy
+//! [`Sweeper`]: crate::Sweeper
+//! [`migrations`]: crate::migrations
+//! [`refusal`]: crate::refusal
+//! [`telemetry`]: crate::telemetry
+//!
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs, missing_debug_implementations, unreachable_pub)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]

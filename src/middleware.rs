@@ -116,14 +116,15 @@ impl Idempotency {
         Self { engine: None, policy: None }
     }
 
-    /// The same engine under another policy.
+    /// The same engine under another policy. It replaces the policy as a whole.
     #[must_use]
     pub fn with(&self, policy: Policy) -> Self {
         Self { engine: self.engine.clone(), policy: Some(Arc::new(policy)) }
     }
 
     /// Leaves expired rows to somebody else: a [`Sweeper`](crate::Sweeper) in a job, or another
-    /// service on the same table.
+    /// service on the same table. Say it before the first request; it holds for all policies of the
+    /// engine.
     #[must_use]
     pub fn without_sweeper(self) -> Self {
         self.engine.iter().for_each(|engine| engine.never_sweep());
@@ -141,7 +142,9 @@ impl Idempotency {
     }
 
     /// Checks at start-up that the store can keep its promise: the table is there and of this version,
-    /// the server is a primary and writable, and prepared statements survive the pooler.
+    /// the server is a primary and writable, and prepared statements survive the pooler. It opens three
+    /// connections outside the pool's count, and is done within ten seconds. Of
+    /// [`from_app_data`](Self::from_app_data) there is nothing to check.
     ///
     /// # Errors
     ///
@@ -153,7 +156,7 @@ impl Idempotency {
         }
     }
 
-    /// For `HttpServer::shutdown_signal`: see [`Drain`].
+    /// For `HttpServer::shutdown_signal`: see [`Drain`]. It drains the engine, under all its policies.
     pub fn drain(&self) -> Drain {
         Drain::new(self.engine.clone())
     }

@@ -50,7 +50,7 @@ pub const DEFAULT_STORE_TIMEOUT: Duration = Duration::from_secs(5);
 /// the locks of an owner that has stalled or been cut off go away when its key does.
 pub const DEFAULT_IDLE_IN_TRANSACTION: Duration = Duration::from_secs(30);
 
-/// The shortest lease: three renewals fit in, of which one may be late.
+/// The shortest lease: a renewal is due after a third of it, and must not come late on a busy machine.
 pub const MIN_LEASE: Duration = Duration::from_millis(100);
 
 type Settings = Vec<(String, String)>;
@@ -227,7 +227,7 @@ impl Policy {
     }
 
     /// Lets requests without a principal share one anonymous principal, silently. Default: they share
-    /// it, and a warning once per process says so: whoever guesses another's key gets its answer.
+    /// it, and one warning says so, at the first such request: whoever guesses another's key gets its answer.
     #[must_use]
     pub fn anonymous(mut self) -> Self {
         self.anonymous = Anonymous::Allowed;
@@ -418,11 +418,12 @@ impl Policy {
     }
 
     /// Waits for the disk when a key is claimed. Default: no, which saves the handler one flush; a claim
-    /// that a crash of the *database* loses, within its `wal_writer_delay` or so, leaves the key free
-    /// while its handler may still be running. Nothing that is answered depends on it: a completion
-    /// is always durable, and carries its claim with it. Neither does [`IdemKey`](crate::IdemKey): its
-    /// extraction waits for the disk, so that derived keys survive. Say this where handlers act
-    /// outside the database without either.
+    /// that a crash of the *database* loses (made within about three times its `wal_writer_delay`
+    /// before) leaves the key free while its handler may still be running. Nothing that is answered
+    /// depends on it: a completion waits for the disk, as far as the server's `synchronous_commit` says,
+    /// and carries its claim with it. Neither does [`IdemKey`](crate::IdemKey): its extraction waits for
+    /// the disk, so that derived keys survive. Say this where handlers act outside the database without
+    /// taking it.
     #[must_use]
     pub fn durable_claims(mut self) -> Self {
         self.durable_claims = true;
@@ -547,7 +548,7 @@ impl Policy {
         self
     }
 
-    /// A link to what this API publishes about its keys, for the `type` and `Link` of every refusal
+    /// A link to what this API publishes about its keys, for the `type` and `Link` of refusals
     /// (IETF draft -07, section 2.7). Default: none, and `type` is `about:blank`.
     ///
     /// # Panics

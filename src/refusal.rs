@@ -17,7 +17,7 @@
 //! | 500 | `handler-panicked` | the handler panicked; the key is released | |
 //! | 500 | `body-failed` | the body of the answer failed before it was kept; the key is released | |
 //! | 500 | `transaction-aborted` | the handler swallowed the error of a statement; rolled back | |
-//! | 500 | `transaction-misused` | see [`IdemTx`](crate::IdemTx); what it has committed by itself stays, and is not run again | |
+//! | 500 | `transaction-misused` | see [`IdemTx`](crate::IdemTx); what the handler has committed by itself stays, and is not run again | |
 //! | 500 | `misconfigured` | the service is set up wrong; its log says how | |
 //! | 503 | `store-unavailable` | no store, no execution | yes |
 //! | 503 | `busy` | too many requests run already | yes |
@@ -26,7 +26,8 @@
 //! | 503 | `outcome-unknown` | it may have been executed: retry with the same key | yes |
 //!
 //! Nothing was executed for any of them but `lease-lost`, `handler-panicked`, `body-failed`,
-//! `transaction-misused` and `outcome-unknown`, or it was rolled back.
+//! `transaction-misused` and `outcome-unknown`, or it was rolled back. What a handler did outside its
+//! transaction before that is done.
 //! SQL, hosts and causes go to the log, never into a body.
 
 use std::{fmt, sync::Arc, time::Duration};

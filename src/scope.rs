@@ -81,8 +81,8 @@ impl Scope {
         self.principal.as_deref()
     }
 
-    /// Method and route pattern, such as `POST /orders/{id}/payments`, or the name that the policy
-    /// gives.
+    /// Method and route pattern, such as `POST /orders/{id}/payments` (the path, where no pattern is
+    /// known), or the name that the policy gives.
     #[must_use]
     pub fn resource(&self) -> &str {
         &self.resource

@@ -43,11 +43,15 @@ use crate::{
 /// # async fn charge(key: &str) -> String { String::new() }
 /// ```
 ///
+/// The extraction waits until the claim is on the database's disk, so that keys derived from it are the
+/// same after a crash of the database. Requests that do so at the same time share one flush.
+///
 /// # Errors
 ///
-/// The extraction answers 400 `key-missing` to a request without a key, and 500 `misconfigured` where
-/// no [`Idempotency`](crate::Idempotency) is wrapped around the route. `Option<IdemKey>` is `None` in
-/// both cases.
+/// The extraction answers 400 `key-missing` to a request without a key, 500 `misconfigured` where no
+/// [`Idempotency`](crate::Idempotency) is wrapped around the route, and 503 `store-unavailable` where
+/// the claim cannot be brought to the disk. `Option<IdemKey>` is `None` in all three cases: a handler
+/// that acts outside the database takes `IdemKey` itself.
 #[derive(Clone)]
 pub struct IdemKey(Arc<Claimed>);
 

@@ -52,8 +52,9 @@ use crate::{
 ///
 /// # Errors
 ///
-/// The extraction waits at most [`Policy::store_timeout`] for a connection and answers 503
-/// `store-unavailable`, 500 `misconfigured` where no [`Idempotency`](crate::Idempotency) is wrapped around
+/// The extraction waits at most [`Policy::store_timeout`] for a connection and then answers 503
+/// `store-unavailable`; 409 `lease-lost` where another attempt has the key by then, 409
+/// `serialization` where the server says so, 500 `misconfigured` where no [`Idempotency`](crate::Idempotency) is wrapped around
 /// the route, and 500 `transaction-misused` to a second extraction in one request. A failed
 /// extraction is remembered: also behind `Option<IdemTx>` the answer is then an error, whatever the
 /// handler returns, and nothing is kept.
@@ -61,7 +62,10 @@ use crate::{
 /// The answer becomes 409 `serialization` where the transaction lost against another one, 409
 /// `constraint-violated` where a deferred constraint fails at COMMIT, 500 `transaction-aborted` where
 /// the handler has swallowed the error of a statement, and 500 `transaction-misused` where it left a
-/// savepoint open, sent COMMIT by itself, or kept the `IdemTx` beyond its own end.
+/// savepoint open, sent COMMIT by itself, kept the `IdemTx` beyond its own end, or gave its key back
+/// with an answer of success. Where the connection is lost at COMMIT, what became of it is found out:
+/// the answer is sent if it was committed, 503 `store-unavailable` if not, and 503 `outcome-unknown`
+/// if the store stays away; without a key there is nothing to ask, and it is always the last.
 pub struct IdemTx {
     /// `None` only while it is dropped.
     transaction: Option<Transaction>,
