@@ -26,7 +26,7 @@ use crate::{
     claim::{self, Ask, Claim},
     drain::Drain,
     engine::{Engine, Seat},
-    error::Error,
+    error::{Error, ErrorKind},
     extract::{self, IdemKey, Slot},
     failpoint,
     fingerprint::Fingerprint,
@@ -152,7 +152,10 @@ impl Idempotency {
     pub async fn check(&self) -> Result<(), Error> {
         match &self.engine {
             Some(engine) => check::check(&engine.store.pool).await,
-            None => Ok(()),
+            None => Err(Error::new(
+                ErrorKind::Configuration,
+                "Idempotency::from_app_data() has no store of its own: check the one that is in the app data",
+            )),
         }
     }
 
