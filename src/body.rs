@@ -1,5 +1,7 @@
 //! The request body, read whole before anything is claimed, and put back.
 
+use std::iter;
+
 use actix_web::{
     HttpMessage,
     dev::{Payload, ServiceRequest},
@@ -7,7 +9,7 @@ use actix_web::{
     http::header,
     web::{Bytes, BytesMut},
 };
-use futures_util::StreamExt;
+use futures_util::{StreamExt, stream};
 use tokio::time::timeout;
 
 use crate::{policy::Policy, refusal::Code};
@@ -24,8 +26,17 @@ pub(crate) async fn read(request: &mut ServiceRequest, policy: &Policy) -> Resul
     let payload = request.take_payload();
     let body =
         timeout(policy.body_timeout, collect(payload, policy.request_limit)).await.map_err(|_| Code::BodyTimeout)??;
-    request.set_payload(Payload::from(body.clone()));
+    let encoded = request.headers().contains_key(header::CONTENT_ENCODING);
+    request.set_payload(if encoded { in_pieces(body.clone()) } else { Payload::from(body.clone()) });
     Ok(Some(body))
+}
+
+/// Whoever decodes a body decodes a piece of it whole before an extractor can count what comes out, and
+/// gzip may make a thousandfold of it.
+fn in_pieces(mut body: Bytes) -> Payload {
+    const PIECE: usize = 4096;
+    let piece = move || (!body.is_empty()).then(|| Ok(body.split_to(PIECE.min(body.len()))));
+    Payload::Stream { payload: Box::pin(stream::iter(iter::from_fn(piece))) }
 }
 
 fn announced(request: &ServiceRequest) -> Option<u64> {

@@ -1,7 +1,17 @@
+//! [`Drain`]: crate::Drain
+//! [`IdemKey`]: crate::IdemKey
+//! [`IdemTx`]: crate::IdemTx
+//! [`Policy`]: crate::Policy
+//! [`Sweeper`]: crate::Sweeper
+//! [`migrations`]: crate::migrations
+//! [`refusal`]: crate::refusal
+//! [`telemetry`]: crate::telemetry
+//!
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs, missing_debug_implementations, unreachable_pub)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
+mod atomic;
 mod body;
 mod check;
 mod claim;
@@ -10,11 +20,15 @@ pub mod drain;
 mod engine;
 mod error;
 mod extract;
+#[doc(hidden)]
+pub mod failpoint;
 mod fingerprint;
 pub mod header;
+mod isolation;
 mod json;
 mod keep;
 mod key;
+mod lease;
 mod middleware;
 pub mod migrations;
 pub mod policy;
@@ -22,14 +36,17 @@ pub mod pool;
 mod postgres;
 pub mod refusal;
 mod scope;
+mod settle;
 mod snapshot;
 pub mod sweeper;
 pub mod telemetry;
+mod transaction;
 
 pub use crate::{
     drain::Drain,
     error::{Error, ErrorKind},
-    extract::IdemKey,
+    extract::{IdemKey, IdemTx},
+    isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
     middleware::{Idempotency, IdempotencyMiddleware},

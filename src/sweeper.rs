@@ -1,7 +1,8 @@
 //! Expired rows go, in small batches.
 //!
 //! An expired key is claimed anew whether or not its row has been swept: sweeping is for the size of
-//! the table, not for what is right. An engine sweeps by itself from its first protected request on;
+//! the table, not for what is right. An engine sweeps by itself from its first claim on, every
+//! minute, or as often as the shortest retention in use;
 //! [`Idempotency::without_sweeper`](crate::Idempotency::without_sweeper) leaves it to a [`Sweeper`]
 //! elsewhere, in a job for example.
 

@@ -1,7 +1,8 @@
 //! What can be observed: one vocabulary for events and spans.
 //!
-//! Every protected request runs in a span `idempotency` with the fields `resource`, `tenant`,
-//! `principal`, `id`, `fingerprint`, `attempt`, `outcome` and `elapsed_ms`. Tenant and principal are
+//! Every request that has a key runs in a span `idempotency` with the fields `resource`, `tenant`,
+//! `principal`, `id`, `fingerprint`, `attempt`, `outcome` and `elapsed_ms`. The outcome is `fresh`,
+//! `replayed`, `released`, or the [`Code`](crate::Code) of a refusal. Tenant and principal are
 //! digests, `id` and `fingerprint` the first six bytes, in hex: a log line finds its row by
 //! `where encode(id, 'hex') like '…%'`, and the key itself stays out of the logs.
 //!
@@ -14,7 +15,7 @@
 //! | `outstanding` | debug | the first request still runs: 409 |
 //! | `waited` | debug | a request waited for another's answer |
 //! | `released` | debug | an attempt failed and gave its key back |
-//! | `rejected` | debug | a request was refused before anything was claimed |
+//! | `rejected` | debug | a request was refused; `code` says why |
 //! | `key-reused` | info | the key was used with another request |
 //! | `expired` | debug | an expired key was claimed anew |
 //! | `retried` | debug | a released key was claimed again |
@@ -26,9 +27,12 @@
 //! | `recipe-changed` | warn | an answer was replayed though its fingerprint can no longer be compared |
 //! | `ended-late` | info | an answer was stored, or a key released, after the store had failed |
 //! | `completion-lost` | warn | an answer could not be stored: another attempt may run |
+//! | `atomic-without-tx` | warn | a success under `Policy::atomic()` whose handler never took `IdemTx` |
 //! | `store-unavailable` | error | the store failed |
 //! | `body-failed` | error | the body of an answer failed before it was kept |
 //! | `swept` | debug | expired rows were deleted |
+//! | `advice` | warn | something about the set-up that should be changed |
+//! | `misconfigured` | error | the set-up, or a handler, is wrong, and a request was refused for it |
 //!
 //! Losing a race is not an error.
 
@@ -60,6 +64,7 @@ pub(crate) enum Event {
     RecipeChanged,
     EndedLate,
     CompletionLost,
+    AtomicWithoutTx,
 }
 
 /// Says what happened to a key.
@@ -86,10 +91,11 @@ pub(crate) fn event(event: Event, id: &KeyId) {
         Event::RecipeChanged => say!(warn, "recipe-changed"),
         Event::EndedLate => say!(info, "ended-late"),
         Event::CompletionLost => say!(warn, "completion-lost"),
+        Event::AtomicWithoutTx => say!(warn, "atomic-without-tx"),
     }
 }
 
-/// A request was refused before anything was claimed.
+/// A request was refused.
 pub(crate) fn rejected(code: &'static str) {
     tracing::debug!(target: "actix_idempotency", event = "rejected", code);
 }

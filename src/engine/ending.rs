@@ -16,8 +16,9 @@ use crate::{
     policy::Policy,
     postgres::keys,
     scope::KeyId,
-    snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
+    snapshot::ResponseSnapshot,
     telemetry::{self, Event},
+    transaction::Parts,
 };
 
 /// How often a statement that the database refuses (rather than fails to answer) is sent again.
@@ -47,15 +48,8 @@ impl Engine {
         let patience = millis(patience);
         let ours = match ending {
             Ending::Complete(snapshot) => {
-                let (names, values): (Vec<_>, Vec<_>) =
-                    snapshot.headers().map(|(name, value)| (name.as_str(), value.as_bytes())).unzip();
-                let answer = keys::Answer {
-                    status: stored(snapshot.status()),
-                    header_names: &names,
-                    header_values: &values,
-                    body: snapshot.body().map(|body| &body[..]),
-                    snapshot_version: SNAPSHOT_VERSION,
-                };
+                let parts = Parts::of(snapshot);
+                let answer = parts.answer(snapshot);
                 keys::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
             Ending::Release(status) => keys::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
@@ -79,6 +73,7 @@ impl Engine {
 
     async fn keep_ending(&self, id: KeyId, owner: Owner, mut ending: Ending, policy: &Policy) {
         let lapses = Instant::now() + policy.lease;
+        let arrives = Instant::now() + policy.store_timeout;
         let delays = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(50))
             .with_max_delay(Duration::from_secs(5))
@@ -89,7 +84,15 @@ impl Engine {
         for delay in delays {
             match self.end(id, owner, &ending, policy).await {
                 Ok(true) => return telemetry::event(Event::EndedLate, &id),
-                Ok(false) => return self.explain(id, owner, policy).await,
+                Ok(false) => {
+                    let is_settled = self.is_settled(id, owner, policy).await;
+                    // A claim that was given up before it was acknowledged may still be on its way.
+                    let may_arrive = matches!(ending, Ending::Release(None)) && Instant::now() < arrives;
+                    if is_settled || !may_arrive {
+                        let event = if is_settled { Event::EndedLate } else { Event::CompletionLost };
+                        return telemetry::event(event, &id);
+                    }
+                }
                 Err(error) => {
                     telemetry::store_failed("an attempt could not be ended yet", &error);
                     refusals = if error.is_transient() { 0 } else { refusals + 1 };
@@ -109,17 +112,20 @@ impl Engine {
     }
 
     /// An earlier try may have landed and only its acknowledgement been lost.
-    async fn explain(&self, id: KeyId, owner: Owner, policy: &Policy) {
-        match self.look(&id, policy).await {
-            Ok(Some(row)) if row.owner == owner && row.state != "outstanding" => {
-                telemetry::event(Event::EndedLate, &id);
-            }
-            _ => telemetry::event(Event::CompletionLost, &id),
+    async fn is_settled(&self, id: KeyId, owner: Owner, policy: &Policy) -> bool {
+        let row = self.look(&id, policy).await;
+        row.is_ok_and(|row| row.is_some_and(|row| row.owner == owner && row.state != "outstanding"))
+    }
+
+    /// The row as it is, or `None`. Asked again where the connection turns out to be dead.
+    pub(crate) async fn look(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
+        match self.look_once(id, policy).await {
+            Err(error) if error.kind() == ErrorKind::Connection => self.look_once(id, policy).await,
+            row => row,
         }
     }
 
-    /// The row as it is, or `None`.
-    pub(crate) async fn look(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
+    async fn look_once(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
         let look = async {
             let mut conn = self.store.connection().await?;
             let row = keys::look(&mut conn, &id.0).await?;
@@ -135,7 +141,7 @@ pub(crate) fn millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 
-fn stored(status: StatusCode) -> i16 {
+pub(crate) fn stored(status: StatusCode) -> i16 {
     // Three digits by the type's own rule.
     status.as_u16().cast_signed()
 }

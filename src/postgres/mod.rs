@@ -7,12 +7,13 @@
 pub(crate) mod keys;
 pub(crate) mod server;
 pub(crate) mod sweep;
+pub(crate) mod transactions;
 
 pub(crate) use diesel_async::AsyncPgConnection;
 
 /// A pool of connections as diesel-async and bb8 make them.
 ///
-/// [`pool`](crate::pool) makes one that suits this crate; any other of this type will do.
+/// [`pool()`](fn@crate::pool) makes one that suits this crate; any other of this type will do.
 pub type PgPool = diesel_async::pooled_connection::bb8::Pool<AsyncPgConnection>;
 
 /// Declares a statement that is prepared once per connection: pieces of SQL and, between them, typed

@@ -25,7 +25,7 @@ use crate::support::{
     gate::Gate,
     process::{ServerProcess, Setup},
     repeat,
-    rig::{Other, Rig},
+    rig::{Rig, Twin},
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -403,7 +403,7 @@ async fn a_drain_has_a_deadline() {
     assert!(cut_off.await.unwrap().is_err());
 
     // The next process does it.
-    let next = Other::start(server.db.pool(5), policy());
+    let next = Twin::alone(server.db.pool(5), policy());
     next.gate.open(1);
     retry(async || next.post("/held?gate_first=true").key("x").body("x").answer().await).await;
     assert_eq!(server.db.effects("x").await, 1);

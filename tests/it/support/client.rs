@@ -5,7 +5,8 @@ use std::{io, net::SocketAddr, time::Duration};
 use actix_web::rt::time::timeout;
 use reqwest::{
     Client, RequestBuilder, StatusCode,
-    header::{HeaderMap, HeaderName},
+    header::{HeaderMap, HeaderName, HeaderValue},
+    redirect::Policy,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -76,8 +77,9 @@ impl Answer {
 }
 
 /// A client whose every request has a connection of its own: no two of them share a worker by chance.
+/// It follows no redirect.
 pub fn client() -> Client {
-    Client::builder().pool_max_idle_per_host(0).timeout(PATIENCE).build().unwrap()
+    Client::builder().pool_max_idle_per_host(0).redirect(Policy::none()).timeout(PATIENCE).build().unwrap()
 }
 
 pub trait RequestExt {
@@ -136,6 +138,22 @@ impl Raw {
         };
         timeout(PATIENCE, read).await.expect("the server should answer");
         String::from_utf8_lossy(&head).into_owned()
+    }
+
+    /// The next answer, its body included.
+    pub async fn answer(&mut self) -> Answer {
+        let head = self.head().await;
+        let mut lines = head.split("\r\n");
+        let status =
+            lines.next().and_then(|line| line.split(' ').nth(1)).unwrap_or_else(|| panic!("no answer: {head}"));
+        let headers: HeaderMap = lines
+            .filter_map(|line| line.split_once(": "))
+            .map(|(name, value)| (HeaderName::try_from(name).unwrap(), HeaderValue::try_from(value).unwrap()))
+            .collect();
+        let length = headers.get("content-length").map_or(0, |length| length.to_str().unwrap().parse().unwrap());
+        let mut body = vec![0; length];
+        timeout(PATIENCE, self.0.read_exact(&mut body)).await.expect("the body should come").unwrap();
+        Answer { status: status.parse().unwrap(), headers, body }
     }
 
     /// Whatever comes within this time, at most until the server closes.

@@ -18,6 +18,16 @@ const EFFECTS: &str = "CREATE TABLE effects (
     tag text NOT NULL
 )";
 
+/// For [`Db::run`]: every key is as it would be had its process died long ago.
+pub const LAPSED: &str = "UPDATE idempotency_keys SET state = 'outstanding', completed_at = NULL, status = NULL,
+    header_names = NULL, header_values = NULL, body = NULL, body_omitted = false, snapshot_version = NULL,
+    leased_until = now() - interval '1 minute'";
+
+/// For [`Db::run`]: every key is three days older.
+pub const THREE_DAYS_LATER: &str = "UPDATE idempotency_keys SET created_at = created_at - interval '3 days',
+    leased_until = leased_until - interval '3 days', completed_at = completed_at - interval '3 days',
+    expires_at = expires_at - interval '3 days'";
+
 /// A database of a server; dropped with the value.
 pub struct Db {
     pub url: String,
@@ -197,6 +207,12 @@ impl Db {
     /// How many rows the key table has.
     pub async fn keys(&self) -> i64 {
         self.number("SELECT count(*) AS value FROM idempotency_keys").await
+    }
+
+    /// By what log lines name the row with this key.
+    pub async fn id(&self, key: &str) -> String {
+        let id = "SELECT encode(substr(id, 1, 6), 'hex') AS value FROM idempotency_keys WHERE key =";
+        self.text(&format!("{id} '{key}'")).await.unwrap()
     }
 
     /// The state of the row with this key, or `None`.

@@ -6,7 +6,10 @@
 //! - [`cluster::Cluster`]: a Postgres server of its own, to be stopped, configured, or its log read;
 //! - [`bouncer::Bouncer`]: a PgBouncer in front of a server;
 //! - [`tour::tour`]: once through everything, for a store that is set up in its own way;
-//! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go.
+//! - [`shop::Shop`]: orders and stock, written through `IdemTx` under every policy;
+//! - [`proxy::Proxy`]: what goes wrong between the pool and Postgres, at a chosen message;
+//! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go;
+//! - [`log`]: what the crate says through `tracing`.
 
 pub mod app;
 pub mod bouncer;
@@ -14,8 +17,12 @@ pub mod client;
 pub mod cluster;
 pub mod db;
 pub mod gate;
+pub mod log;
+pub mod points;
 pub mod process;
+pub mod proxy;
 pub mod rig;
+pub mod shop;
 pub mod tour;
 
 use std::time::{Duration, Instant};

@@ -4,13 +4,14 @@ use std::net::SocketAddr;
 
 use actix_idempotency::{Idempotency, PgPool, Policy};
 use actix_web::{
-    App, HttpServer,
+    App, FromRequest, Handler, HttpServer, Responder,
     dev::ServerHandle,
-    web::{Data, ServiceConfig},
+    web::{self, Data, ServiceConfig},
 };
 use reqwest::{Client, Method, RequestBuilder};
 
 use super::{
+    PATIENCE,
     app::{self, Misbehaved},
     client::{Raw, client},
     db::Db,
@@ -31,7 +32,7 @@ pub struct Builder {
     policy: Policy,
     pool_size: u32,
     workers: usize,
-    on: Option<(Db, PgPool)>,
+    on: Option<(Db, Option<PgPool>)>,
 }
 
 impl Rig {
@@ -64,29 +65,47 @@ impl Rig {
         Raw::connect(self.server.address).await
     }
 
-    /// Another server on the same database, with an engine, a pool and a gate of its own: as the
-    /// database sees it, another process.
-    pub fn other(&self, policy: Policy) -> Other {
-        Other::start(self.db.pool(5), policy)
+    /// The routes of `app.rs` once more, on the same database and gate.
+    pub fn twin(&self, policy: Policy) -> Twin {
+        self.twin_serving(policy, |config, idempotency, _| app::routes(config, idempotency))
+    }
+
+    pub fn twin_serving<F>(&self, policy: Policy, routes: F) -> Twin
+    where
+        F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
+    {
+        Twin::start(self.db.pool(5), policy, self.gate.clone(), routes)
+    }
+
+    /// The same with a gate of its own.
+    pub fn other(&self, policy: Policy) -> Twin {
+        Twin::alone(self.db.pool(5), policy)
     }
 }
 
-/// A server beside a [`Rig`].
-pub struct Other {
+/// A server that knows no more of the first one than another process would: its engine and its pool
+/// are its own.
+pub struct Twin {
+    pub pool: PgPool,
     pub idempotency: Idempotency,
     pub gate: Gate,
     pub server: Server,
     client: Client,
 }
 
-impl Other {
-    pub fn start(pool: PgPool, policy: Policy) -> Self {
+impl Twin {
+    /// With the routes of `app.rs`.
+    pub fn alone(pool: PgPool, policy: Policy) -> Self {
+        Self::start(pool, policy, Gate::new(), |config, idempotency, _| app::routes(config, idempotency))
+    }
+
+    fn start<F>(pool: PgPool, policy: Policy, gate: Gate, routes: F) -> Self
+    where
+        F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
+    {
         let idempotency = Idempotency::postgres(pool.clone()).with(policy);
-        let gate = Gate::new();
-        let server = Server::start(2, pool, idempotency.clone(), gate.clone(), |config, idempotency, _| {
-            app::routes(config, idempotency);
-        });
-        Self { idempotency, gate, server, client: client() }
+        let server = Server::start(2, pool.clone(), idempotency.clone(), gate.clone(), routes);
+        Self { pool, idempotency, gate, server, client: client() }
     }
 
     pub fn post(&self, path: &str) -> RequestBuilder {
@@ -110,15 +129,34 @@ impl Builder {
         self
     }
 
+    /// Instead of one of the server that `./with-postgres` names.
+    pub fn database(mut self, db: Db) -> Self {
+        self.on = Some((db, None));
+        self
+    }
+
     /// On this database, by this pool.
     pub fn on(mut self, db: Db, pool: PgPool) -> Self {
-        self.on = Some((db, pool));
+        self.on = Some((db, Some(pool)));
         self
     }
 
     /// With the routes of `app.rs`.
     pub async fn start(self) -> Rig {
         self.serve(|config, idempotency, _| app::routes(config, idempotency)).await
+    }
+
+    /// With a handler of the test's own, a POST of `/x`.
+    pub async fn handler<H, Args>(self, handler: H) -> Rig
+    where
+        H: Handler<Args, Output: Responder + 'static> + Send,
+        Args: FromRequest + 'static,
+    {
+        self.serve(move |config, idempotency, _| {
+            let route = web::post().to(handler.clone());
+            config.service(web::resource("/x").wrap(idempotency.clone()).route(route));
+        })
+        .await
     }
 
     /// With routes of the test's own.
@@ -128,12 +166,9 @@ impl Builder {
     {
         let (db, pool) = match self.on {
             Some(given) => given,
-            None => {
-                let db = Db::new().await;
-                let pool = db.pool(self.pool_size);
-                (db, pool)
-            }
+            None => (Db::new().await, None),
         };
+        let pool = pool.unwrap_or_else(|| db.pool(self.pool_size));
         let idempotency = Idempotency::postgres(pool.clone()).with(self.policy);
         let gate = Gate::new();
         let server = Server::start(self.workers, pool.clone(), idempotency.clone(), gate.clone(), routes);
@@ -162,6 +197,7 @@ impl Server {
                 .configure(move |config| routes(config, &idempotency, &pool))
         })
         .workers(workers)
+        .client_request_timeout(PATIENCE)
         .disable_signals()
         .bind(("127.0.0.1", 0))
         .unwrap();
