@@ -5,6 +5,7 @@ use std::{fmt, sync::Arc};
 use actix_web::http::StatusCode;
 
 use crate::{
+    claim::Ask,
     engine::{Engine, ending::Ending, leases::Owner},
     policy::Policy,
     refusal::Code,
@@ -21,6 +22,8 @@ pub(crate) struct Lease {
     pub(crate) owner: Owner,
     pub(crate) attempt: i32,
     pub(crate) seed: [u8; 32],
+    /// Of the first attempt: what keys for downstream services are derived from.
+    pub(crate) fingerprint: [u8; 32],
     /// Whether the claim survives a crash of the database already.
     pub(crate) is_durable: bool,
     policy: Arc<Policy>,
@@ -46,9 +49,10 @@ pub(crate) enum Ended {
 
 impl Lease {
     /// Before the claim is sent: whatever becomes of it, this is what ends it.
-    pub(crate) fn new(id: KeyId, owner: Owner, seed: [u8; 32], engine: &Arc<Engine>, policy: &Arc<Policy>) -> Self {
+    pub(crate) fn new(ask: &Ask, owner: Owner, seed: [u8; 32], engine: &Arc<Engine>, policy: &Arc<Policy>) -> Self {
         Self {
-            id,
+            id: ask.id,
+            fingerprint: ask.fingerprint.digest,
             owner,
             attempt: 1,
             seed,
@@ -73,6 +77,11 @@ impl Lease {
     pub(crate) async fn release(self, status: StatusCode) -> Ended {
         telemetry::event(Event::Released, &self.id);
         self.end(Ending::Release(Some(status))).await
+    }
+
+    /// Ends the attempt and keeps the key outstanding for the retention.
+    pub(crate) async fn hold(self) -> Ended {
+        self.end(Ending::Hold).await
     }
 
     /// Ends the attempt with an answer that is kept, in the transaction of the handler's writes.

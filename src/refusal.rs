@@ -7,13 +7,17 @@
 //! | 400 | `key-invalid` | the key cannot be read | |
 //! | 400 | `body-truncated` | the body was cut off | |
 //! | 401 | `principal-missing` | the policy wants to know who asks | |
+//! | 404 | `key-unknown` | asked for its status: nothing is known of it, or no longer | |
 //! | 408 | `body-timeout` | the body did not arrive in time | |
 //! | 409 | `outstanding` | the first request still runs | yes |
 //! | 409 | `lease-lost` | this attempt was overtaken by another | yes |
 //! | 409 | `serialization` | the transaction lost against another one (40001) | yes |
 //! | 409 | `constraint-violated` | a deferred constraint failed at COMMIT | |
+//! | 403 | `replay-forbidden` | the policy does not let this request see the stored answer | |
+//! | 409 | `already-completed` | by policy: it was done, and the answer is not told again | |
 //! | 413 | `body-too-large` | the body is over the request limit | |
 //! | 422 | `key-reused` | same key, other request | |
+//! | 429 | `quota-exceeded` | too many keys of this principal; never for a retry | yes |
 //! | 500 | `handler-panicked` | the handler panicked; the key is released | |
 //! | 500 | `body-failed` | the body of the answer failed before it was kept; the key is released | |
 //! | 500 | `transaction-aborted` | the handler swallowed the error of a statement; rolled back | |
@@ -38,10 +42,11 @@ use actix_web::{
         StatusCode,
         header::{self, HeaderValue},
     },
+    web::Bytes,
 };
 use serde::Serialize;
 
-use crate::{key::InvalidKey, snapshot::ResponseSnapshot};
+use crate::{key::InvalidKey, policy::Policy, snapshot::ResponseSnapshot};
 
 /// The stable `code` of a refusal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -55,6 +60,10 @@ pub enum Code {
     BodyTruncated,
     /// 401: the policy wants to know who asks.
     PrincipalMissing,
+    /// 403: the policy does not let this request see the stored answer.
+    ReplayForbidden,
+    /// 404: asked for its status: nothing is known of the key, or no longer.
+    KeyUnknown,
     /// 408: the body did not arrive in time.
     BodyTimeout,
     /// 409: the first request still runs.
@@ -65,10 +74,14 @@ pub enum Code {
     Serialization,
     /// 409: a deferred constraint failed at COMMIT.
     ConstraintViolated,
+    /// 409: by policy: it was done, and the answer is not told again.
+    AlreadyCompleted,
     /// 413: the body is over the request limit.
     BodyTooLarge,
     /// 422: same key, other request.
     KeyReused,
+    /// 429: too many keys of this principal.
+    QuotaExceeded,
     /// 500: the handler panicked.
     HandlerPanicked,
     /// 500: the body of the answer failed before it was kept.
@@ -125,6 +138,10 @@ impl Code {
                 "The body was cut off or cannot be read. Nothing was done; retry with the same key."),
             Self::PrincipalMissing => ("principal-missing", S::UNAUTHORIZED, "Authentication is required",
                 "Keys belong to somebody here: authenticate and retry with the same key."),
+            Self::ReplayForbidden => ("replay-forbidden", S::FORBIDDEN, "The stored answer is not for this request",
+                "The request with this key was answered, and you may not see the answer now."),
+            Self::KeyUnknown => ("key-unknown", S::NOT_FOUND, "Nothing is known of this Idempotency-Key",
+                "No request of yours with this key runs or has been completed, or it has expired."),
             Self::BodyTimeout => ("body-timeout", S::REQUEST_TIMEOUT, "The request body did not arrive in time",
                 "Nothing was done; retry with the same key."),
             Self::Outstanding => ("outstanding", S::CONFLICT, "A request is outstanding for this Idempotency-Key",
@@ -135,6 +152,10 @@ impl Code {
                 "Nothing was done; retry with the same key."),
             Self::ConstraintViolated => ("constraint-violated", S::CONFLICT, "A constraint was violated",
                 "Nothing was done: the request contradicts what is stored."),
+            Self::AlreadyCompleted => ("already-completed", S::CONFLICT, "This was done already",
+                "The same request was completed a moment ago; it was not done again."),
+            Self::QuotaExceeded => ("quota-exceeded", S::TOO_MANY_REQUESTS, "Too many idempotency keys",
+                "Nothing was done; let earlier requests end, and retry with the same key."),
             Self::BodyTooLarge => ("body-too-large", S::PAYLOAD_TOO_LARGE, "The request body is too large",
                 "Nothing was done."),
             Self::KeyReused => ("key-reused", S::UNPROCESSABLE_ENTITY, "Idempotency-Key is already used",
@@ -176,14 +197,102 @@ pub struct Refusal {
     detail: Option<String>,
     retry_after: Option<Duration>,
     documentation: Option<Arc<str>>,
+    wording: Option<Arc<Wording>>,
+}
+
+/// A refusal in a policy's own words: [`Policy::wording`](crate::Policy::wording). What is not said
+/// stays as it is.
+///
+/// ```
+/// use actix_idempotency::{Code, Policy, Wording};
+///
+/// let policy = Policy::new().wording(
+///     Code::Outstanding,
+///     Wording::new().language("zh-CN").detail("订单处理中,请勿重复提交"),
+/// );
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Wording {
+    status: Option<StatusCode>,
+    code: Option<String>,
+    title: Option<String>,
+    detail: Option<String>,
+    language: Option<HeaderValue>,
+    body: Option<(HeaderValue, Bytes)>,
+}
+
+impl Wording {
+    /// Says nothing yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Another status.
+    #[must_use]
+    pub fn status(mut self, status: StatusCode) -> Self {
+        self.status = Some(status);
+        self
+    }
+
+    /// Another `code`.
+    #[must_use]
+    pub fn code(mut self, code: impl Into<String>) -> Self {
+        self.code = Some(code.into());
+        self
+    }
+
+    /// Another `title`.
+    #[must_use]
+    pub fn title(mut self, title: impl Into<String>) -> Self {
+        self.title = Some(title.into());
+        self
+    }
+
+    /// Another `detail`: what the client is to do, in its language.
+    #[must_use]
+    pub fn detail(mut self, detail: impl Into<String>) -> Self {
+        self.detail = Some(detail.into());
+        self
+    }
+
+    /// The `Content-Language`; `en` where nothing is said.
+    ///
+    /// # Panics
+    ///
+    /// For what cannot stand in a header.
+    #[track_caller]
+    #[must_use]
+    pub fn language(mut self, language: &str) -> Self {
+        let Ok(language) = HeaderValue::from_str(language) else {
+            panic!("Wording::language: {language:?} cannot stand in a header")
+        };
+        self.language = Some(language);
+        self
+    }
+
+    /// A body in place of the problem document: a page for people, for example.
+    ///
+    /// # Panics
+    ///
+    /// For a content type that cannot stand in a header.
+    #[track_caller]
+    #[must_use]
+    pub fn body(mut self, content_type: &str, body: impl Into<Bytes>) -> Self {
+        let Ok(content_type) = HeaderValue::from_str(content_type) else {
+            panic!("Wording::body: {content_type:?} cannot stand in a header")
+        };
+        self.body = Some((content_type, body.into()));
+        self
+    }
 }
 
 impl Refusal {
     pub(crate) fn new(code: Code) -> Self {
         let retry_after = (code.status() == StatusCode::SERVICE_UNAVAILABLE
-            || matches!(code, Code::LeaseLost | Code::Serialization))
+            || matches!(code, Code::LeaseLost | Code::Serialization | Code::QuotaExceeded))
         .then_some(Duration::from_secs(1));
-        Self { code, detail: None, retry_after, documentation: None }
+        Self { code, detail: None, retry_after, documentation: None, wording: None }
     }
 
     /// Whole seconds, rounded up, on the wire.
@@ -192,18 +301,29 @@ impl Refusal {
         self
     }
 
-    pub(crate) fn documented(mut self, link: Option<&Arc<str>>) -> Self {
-        self.documentation = link.cloned();
+    pub(crate) fn with_detail(mut self, detail: &str) -> Self {
+        self.detail = Some(detail.to_owned());
+        self
+    }
+
+    /// In the words of a policy, with its link.
+    pub(crate) fn under(mut self, policy: &Policy) -> Self {
+        self.documentation = policy.documentation.clone();
+        self.wording = policy.wordings.get(&self.code).cloned();
         self
     }
 
     fn problem(&self) -> Problem<'_> {
+        let wording = self.wording.as_ref();
         Problem {
             r#type: self.documentation.as_deref().unwrap_or("about:blank"),
-            title: self.code.title(),
-            status: self.code.status().as_u16(),
-            detail: self.detail.as_deref().unwrap_or(self.code.detail()),
-            code: self.code.as_str(),
+            title: wording.and_then(|wording| wording.title.as_deref()).unwrap_or(self.code.title()),
+            status: self.status_code().as_u16(),
+            detail: wording
+                .and_then(|wording| wording.detail.as_deref())
+                .or(self.detail.as_deref())
+                .unwrap_or(self.code.detail()),
+            code: wording.and_then(|wording| wording.code.as_deref()).unwrap_or(self.code.as_str()),
         }
     }
 
@@ -244,6 +364,7 @@ pub(crate) fn snapshot(code: Code) -> ResponseSnapshot {
         .unwrap_or_else(|_| ResponseSnapshot::new(code.status()))
 }
 
+const ENGLISH: HeaderValue = HeaderValue::from_static("en");
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 
 /// RFC 9457, section 3, with `code` as the extension that programs read.
@@ -258,23 +379,25 @@ struct Problem<'a> {
 
 impl ResponseError for Refusal {
     fn status_code(&self) -> StatusCode {
-        self.code.status()
+        self.wording.as_ref().and_then(|wording| wording.status).unwrap_or(self.code.status())
     }
 
     fn error_response(&self) -> HttpResponse<BoxBody> {
-        let problem = self.problem();
-        let mut response = HttpResponse::build(self.code.status());
-        response
-            .content_type(PROBLEM_JSON)
-            .insert_header((header::CONTENT_LANGUAGE, "en"))
-            .insert_header((header::CACHE_CONTROL, "no-store"));
+        let wording = self.wording.as_ref();
+        let language = wording.and_then(|wording| wording.language.clone()).unwrap_or(ENGLISH);
+        let mut response = HttpResponse::build(self.status_code());
+        response.insert_header((header::CONTENT_LANGUAGE, language)).insert_header((header::CACHE_CONTROL, "no-store"));
         if let Some(link) = &self.documentation {
             response.insert_header((header::LINK, format!("<{link}>; rel=\"describedby\"; type=\"text/html\"")));
         }
         if let Some(wait) = self.retry_after {
             response.insert_header((header::RETRY_AFTER, wait.as_millis().div_ceil(1000).max(1).to_string()));
         }
-        match serde_json::to_vec(&problem) {
+        if let Some((content_type, body)) = wording.and_then(|wording| wording.body.clone()) {
+            return response.insert_header((header::CONTENT_TYPE, content_type)).body(body);
+        }
+        response.insert_header((header::CONTENT_TYPE, PROBLEM_JSON));
+        match serde_json::to_vec(&self.problem()) {
             Ok(body) => response.body(body),
             Err(_) => response.finish(),
         }

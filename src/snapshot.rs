@@ -125,6 +125,11 @@ impl ResponseSnapshot {
         Some(Self { status, headers, body: body.map(Bytes::from) })
     }
 
+    /// The status alone: that it was done, and nothing about it.
+    pub(crate) fn bare(&self) -> Self {
+        Self { status: self.status, headers: Vec::new(), body: None }
+    }
+
     /// The same without its body.
     pub(crate) fn without_body(&self) -> Self {
         Self { body: None, ..self.clone() }

@@ -28,6 +28,8 @@ const REFUSALS: u32 = 3;
 pub(crate) enum Ending {
     Complete(ResponseSnapshot),
     Release(Option<StatusCode>),
+    /// Nobody is to try again for the retention of the key.
+    Hold,
 }
 
 impl Engine {
@@ -52,6 +54,7 @@ impl Engine {
                 let answer = parts.answer(snapshot);
                 keys::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
+            Ending::Hold => keys::hold(&mut conn, &id.0, &owner, patience).await?,
             Ending::Release(status) => keys::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
         };
         conn.give_back();
@@ -90,7 +93,7 @@ impl Engine {
                 }
             }
             match &ending {
-                Ending::Release(_) if Instant::now() >= lapses => return,
+                Ending::Release(_) | Ending::Hold if Instant::now() >= lapses => return,
                 Ending::Complete(snapshot) if refusals == REFUSALS && snapshot.body().is_some() => {
                     ending = Ending::Complete(snapshot.without_body());
                     refusals = 0;
@@ -110,6 +113,17 @@ impl Engine {
             }
             _ => telemetry::event(Event::CompletionLost, &id),
         }
+    }
+
+    /// Whether a request runs the key in a transaction of its own, here or elsewhere.
+    pub(crate) async fn is_locked(&self, id: &KeyId, policy: &Policy) -> Result<bool, Error> {
+        let ask = async {
+            let mut conn = self.store.connection().await?;
+            let settled = keys::settled(&mut conn, &[&id.0], &[Some(id.lock())]).await?;
+            conn.give_back();
+            Ok(settled.is_empty())
+        };
+        in_time(policy.store_timeout, ask).await
     }
 
     /// The row as it is, or `None`.
