@@ -7,7 +7,7 @@ use actix_web::http::StatusCode;
 use crate::{
     claim::Ask,
     engine::{Engine, ending::Ending, leases::Owner},
-    policy::Policy,
+    policy::{Policy, Return},
     refusal::Code,
     scope::KeyId,
     snapshot::ResponseSnapshot,
@@ -15,8 +15,8 @@ use crate::{
     transaction::{Commit, Transaction},
 };
 
-/// A claim that is held: renewed in the background until it is ended. Dropped before that, it releases
-/// the key in the background.
+/// A claim that is held: renewed in the background until it is ended. Dropped before that, it ends
+/// in the background, as the policy says.
 pub(crate) struct Lease {
     pub(crate) id: KeyId,
     pub(crate) owner: Owner,
@@ -73,15 +73,28 @@ impl Lease {
         self.end(Ending::Complete(snapshot)).await
     }
 
-    /// Ends the attempt and gives the key back; the status says how the next one may use it.
-    pub(crate) async fn release(self, status: StatusCode) -> Ended {
-        telemetry::event(Event::Released, &self.id);
-        self.end(Ending::Release(Some(status))).await
+    /// The handler is about to run: dropped from now on, the attempt has failed.
+    pub(crate) fn start(&mut self) {
+        self.ending = match self.policy.without_answer() {
+            Return::Release => Some(Ending::Release(None)),
+            Return::HoldLease => None,
+            Return::HoldRetention => Some(Ending::Hold),
+        };
     }
 
-    /// Ends the attempt and keeps the key outstanding for the retention.
-    pub(crate) async fn hold(self) -> Ended {
-        self.end(Ending::Hold).await
+    /// Ends the attempt without an answer; the status says how the next one may use a key that is released.
+    pub(crate) async fn give_back(self, status: StatusCode, how: Return) -> Ended {
+        match how {
+            Return::Release => {
+                telemetry::event(Event::Released, &self.id);
+                self.end(Ending::Release(Some(status))).await
+            }
+            Return::HoldLease => {
+                self.abandon();
+                Ended::Landed
+            }
+            Return::HoldRetention => self.end(Ending::Hold).await,
+        }
     }
 
     /// Ends the attempt with an answer that is kept, in the transaction of the handler's writes.
@@ -100,19 +113,25 @@ impl Lease {
             }
             // Its writes are there, its answer is not: they must not be made again.
             Commit::EndedByHandler => self.refuse_for_good().await,
-            Commit::RolledBack(code) => match self.release(code.status()).await {
-                Ended::Lost => Ended::Lost,
-                _ => Ended::Refused(code),
-            },
+            Commit::RolledBack(code) => {
+                let how = self.policy.without_answer();
+                match self.give_back(code.status(), how).await {
+                    Ended::Lost => Ended::Lost,
+                    _ => Ended::Refused(code),
+                }
+            }
             Commit::InDoubt(code) => self.resolve(code).await,
         }
     }
 
-    /// The fenced release decides, not a read: a commit that is still on its way holds the row.
+    /// A fenced write decides, not a read: a commit that is still on its way holds the row.
     async fn resolve(mut self, code: Code) -> Ended {
-        let release = Ending::Release(Some(code.status()));
-        let released = self.engine.end(self.id, self.owner, &release, &self.policy).await;
-        let row = match released {
+        let ending = match self.policy.without_answer() {
+            Return::HoldRetention => Ending::Hold,
+            Return::HoldLease | Return::Release => Ending::Release(Some(code.status())),
+        };
+        let ended = self.engine.end(self.id, self.owner, &ending, &self.policy).await;
+        let row = match ended {
             Ok(true) => {
                 self.done();
                 return Ended::Refused(code);
@@ -179,8 +198,9 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(ending) = self.ending.take() {
-            self.engine.end_later(self.id, self.owner, ending, Arc::clone(&self.policy));
+        match self.ending.take() {
+            Some(ending) => self.engine.end_later(self.id, self.owner, ending, Arc::clone(&self.policy)),
+            None => self.engine.leases.let_go(self.id, self.owner),
         }
     }
 }

@@ -427,7 +427,8 @@ where
             claim::claim(engine, ask, policy).await
         };
         let answer = match claim {
-            Ok(Claim::Fresh(lease)) => {
+            Ok(Claim::Fresh(mut lease)) => {
+                lease.start();
                 let key = IdemKey::leased(ask, &lease, engine, policy);
                 let slot = Slot::lazy(engine, policy, Some(&lease));
                 return self.run(Hold::Lease(lease), key, slot, request).await.map(Turn::Answered);

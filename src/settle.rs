@@ -51,15 +51,10 @@ impl Hold {
 
     /// Nothing is done: what the handler wrote was rolled back.
     pub(crate) async fn give_back(self, status: StatusCode, how: Return) -> Ended {
-        match (self, how) {
-            (Self::Lease(lease), Return::Release) => lease.release(status).await,
-            (Self::Lease(lease), Return::HoldRetention) => lease.hold().await,
-            (Self::Lease(lease), Return::HoldLease) => {
-                lease.abandon();
-                Ended::Landed
-            }
+        match self {
+            Self::Lease(lease) => lease.give_back(status, how).await,
             // It has left nothing behind.
-            (Self::Atomic(_), _) => Ended::Landed,
+            Self::Atomic(_) => Ended::Landed,
         }
     }
 
@@ -204,7 +199,7 @@ impl Case {
                 telemetry::body_failed(&*error);
                 self.roll_back(transaction).await;
                 let refusal = self.refusal(Code::BodyFailed.into()).map_into_right_body();
-                return self.give_back(hold, Return::Release, refusal).await;
+                return self.give_back(hold, self.policy.without_answer(), refusal).await;
             }
         };
         let snapshot = ResponseSnapshot::capture(status, head.headers(), stored, &self.policy);
@@ -257,9 +252,12 @@ impl Case {
         };
         match self.engine.look(&self.ask.id, &self.policy).await {
             Ok(Some(row)) if row.owner == lease.owner && row.state == "completed" => {
+                let attempt = lease.attempt;
                 lease.confirm();
                 self.report("fresh");
-                snapshot.into_response().map_into_right_body()
+                let mut response = snapshot.into_response().map_into_right_body();
+                self.tell(response.headers_mut(), attempt, self.policy.retention);
+                response
             }
             // Rolled back: the row is as the claim left it.
             Ok(Some(row)) if row.owner == lease.owner => {
@@ -271,7 +269,7 @@ impl Case {
                 } else {
                     response.map_into_left_body()
                 };
-                self.give_back(Hold::Lease(lease), Return::Release, response).await
+                self.give_back(Hold::Lease(lease), self.policy.without_answer(), response).await
             }
             Ok(_) => {
                 lease.confirm();
