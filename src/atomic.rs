@@ -158,7 +158,8 @@ impl Atomic {
         match stored {
             Commit::Done => self.landed(),
             Commit::Lost => Ended::Lost,
-            Commit::EndedByHandler => match self.keep(&refusal::snapshot(Code::TransactionMisused)).await {
+            Commit::EndedByHandler => match self.keep(&refusal::snapshot(Code::TransactionMisused, &self.policy)).await
+            {
                 Ended::Lost => Ended::Lost,
                 _ => Ended::Refused(Code::TransactionMisused),
             },

@@ -157,7 +157,8 @@ impl Lease {
 
     async fn refuse_for_good(self) -> Ended {
         let code = Code::TransactionMisused;
-        match self.complete(crate::refusal::snapshot(code)).await {
+        let policy = Arc::clone(&self.policy);
+        match self.complete(crate::refusal::snapshot(code, &policy)).await {
             Ended::Lost => Ended::Lost,
             _ => Ended::Refused(code),
         }

@@ -477,7 +477,7 @@ where
         drop(slot.close());
         let refusal = Refusal::new(code).under(policy);
         let ended = match policy.on_failure {
-            OnFailure::Store => hold.keep(None, refusal::snapshot(code)).await,
+            OnFailure::Store => hold.keep(None, refusal::snapshot(code, policy)).await,
             _ => hold.give_back(code.status(), policy.without_answer()).await,
         };
         if ended == Ended::Lost {

@@ -40,7 +40,7 @@ use actix_web::{
     body::BoxBody,
     http::{
         StatusCode,
-        header::{self, HeaderValue},
+        header::{self, HeaderName, HeaderValue},
     },
     web::Bytes,
 };
@@ -327,6 +327,24 @@ impl Refusal {
         }
     }
 
+    /// Those that do not depend on the moment.
+    fn headers(&self) -> impl Iterator<Item = (HeaderName, HeaderValue)> {
+        let language = self.wording.as_ref().and_then(|wording| wording.language.clone()).unwrap_or(ENGLISH);
+        let link = self
+            .documentation
+            .as_ref()
+            .and_then(|link| HeaderValue::try_from(format!("<{link}>; rel=\"describedby\"; type=\"text/html\"")).ok());
+        let lasting = [(header::CONTENT_LANGUAGE, language), (header::CACHE_CONTROL, NO_STORE)];
+        lasting.into_iter().chain(link.map(|link| (header::LINK, link)))
+    }
+
+    fn body(&self) -> (HeaderValue, Bytes) {
+        match self.wording.as_ref().and_then(|wording| wording.body.clone()) {
+            Some(body) => body,
+            None => (PROBLEM_JSON, serde_json::to_vec(&self.problem()).unwrap_or_default().into()),
+        }
+    }
+
     /// What is refused.
     #[must_use]
     pub fn code(&self) -> Code {
@@ -357,15 +375,17 @@ impl fmt::Display for Refusal {
 impl std::error::Error for Refusal {}
 
 /// A refusal that is kept: what was done must not be done again.
-pub(crate) fn snapshot(code: Code) -> ResponseSnapshot {
-    let refusal = Refusal::new(code);
-    ResponseSnapshot::json(code.status(), &refusal.problem())
-        .map(|snapshot| snapshot.with_content_type(PROBLEM_JSON))
-        .unwrap_or_else(|_| ResponseSnapshot::new(code.status()))
+pub(crate) fn snapshot(code: Code, policy: &Policy) -> ResponseSnapshot {
+    let refusal = Refusal::new(code).under(policy);
+    let (content_type, body) = refusal.body();
+    let snapshot = ResponseSnapshot::new(refusal.status_code()).with_body(body);
+    let headers = refusal.headers().chain([(header::CONTENT_TYPE, content_type)]);
+    headers.fold(snapshot, |snapshot, (name, value)| snapshot.with_header(name, value))
 }
 
 const ENGLISH: HeaderValue = HeaderValue::from_static("en");
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
+const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 
 /// RFC 9457, section 3, with `code` as the extension that programs read.
 #[derive(Serialize)]
@@ -383,23 +403,14 @@ impl ResponseError for Refusal {
     }
 
     fn error_response(&self) -> HttpResponse<BoxBody> {
-        let wording = self.wording.as_ref();
-        let language = wording.and_then(|wording| wording.language.clone()).unwrap_or(ENGLISH);
         let mut response = HttpResponse::build(self.status_code());
-        response.insert_header((header::CONTENT_LANGUAGE, language)).insert_header((header::CACHE_CONTROL, "no-store"));
-        if let Some(link) = &self.documentation {
-            response.insert_header((header::LINK, format!("<{link}>; rel=\"describedby\"; type=\"text/html\"")));
-        }
+        self.headers().for_each(|header| {
+            response.insert_header(header);
+        });
         if let Some(wait) = self.retry_after {
             response.insert_header((header::RETRY_AFTER, wait.as_millis().div_ceil(1000).max(1).to_string()));
         }
-        if let Some((content_type, body)) = wording.and_then(|wording| wording.body.clone()) {
-            return response.insert_header((header::CONTENT_TYPE, content_type)).body(body);
-        }
-        response.insert_header((header::CONTENT_TYPE, PROBLEM_JSON));
-        match serde_json::to_vec(&self.problem()) {
-            Ok(body) => response.body(body),
-            Err(_) => response.finish(),
-        }
+        let (content_type, body) = self.body();
+        response.insert_header((header::CONTENT_TYPE, content_type)).body(body)
     }
 }

@@ -83,11 +83,6 @@ impl ResponseSnapshot {
         self
     }
 
-    pub(crate) fn with_content_type(mut self, value: HeaderValue) -> Self {
-        self.headers.retain(|(name, _)| name != header::CONTENT_TYPE);
-        self.with_header(header::CONTENT_TYPE, value)
-    }
-
     /// Replaces the body.
     #[must_use]
     pub fn with_body(mut self, body: impl Into<Bytes>) -> Self {
