@@ -294,7 +294,7 @@ where
 async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest) -> Result<Option<Ask>, Refusal> {
     let mut body = None;
     let Some(found) = find_key(policy, request, &mut body).await? else {
-        return if policy.key_required { Err(Code::KeyMissing.into()) } else { Ok(None) };
+        return if policy.key_required { Err(policy.key_missing()) } else { Ok(None) };
     };
     policy.allows_key(&found)?;
     let scope = Scope::of(request.request(), policy)?;

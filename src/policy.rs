@@ -867,6 +867,16 @@ impl Policy {
     pub(crate) fn without_answer(&self) -> Return {
         match self.on_failure {
             OnFailure::Release | OnFailure::Store => Return::Release,
+    /// What a request without a key is told to send.
+    pub(crate) fn key_missing(&self) -> Refusal {
+        let refusal = Refusal::new(Code::KeyMissing);
+        if self.keys.iter().any(KeySource::is_header) {
+            return refusal;
+        }
+        let sources: Vec<_> = self.keys.iter().map(KeySource::name).collect();
+        refusal.with_detail(&format!("The key is made of this part of the request: {}.", sources.join(", else ")))
+    }
+
             OnFailure::HoldLease => Return::HoldLease,
             OnFailure::HoldRetention => Return::HoldRetention,
         }

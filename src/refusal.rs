@@ -360,9 +360,10 @@ impl From<Code> for Refusal {
 
 impl From<InvalidKey> for Refusal {
     fn from(invalid: InvalidKey) -> Self {
-        let mut refusal = Self::new(Code::KeyInvalid);
-        refusal.detail = Some(format!("{invalid}. {}", Code::KeyInvalid.detail()));
-        refusal
+        Self::new(Code::KeyInvalid).with_detail(&match invalid {
+            InvalidKey::Body | InvalidKey::Field => format!("{invalid}."),
+            _ => format!("{invalid}. {}", Code::KeyInvalid.detail()),
+        })
     }
 }
 
@@ -384,8 +385,8 @@ pub(crate) fn snapshot(code: Code, policy: &Policy) -> ResponseSnapshot {
 }
 
 const ENGLISH: HeaderValue = HeaderValue::from_static("en");
-const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
+const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 
 /// RFC 9457, section 3, with `code` as the extension that programs read.
 #[derive(Serialize)]
