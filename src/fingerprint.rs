@@ -97,27 +97,31 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// Whether the body is JSON by its type, and not encoded.
-pub(crate) fn is_json(request: &HttpRequest) -> bool {
-    let encoded = request.headers().contains_key(header::CONTENT_ENCODING);
-    !encoded && matches!(request.mime_type(), Ok(Some(mime)) if is_json_type(&mime))
+/// Whether the body is JSON by its type.
+pub(crate) fn is_of_json_type(request: &HttpRequest) -> bool {
+    matches!(request.mime_type(), Ok(Some(mime)) if is_json_type(&mime))
+}
+
+/// Whether the body has to be decoded before it can be read.
+pub(crate) fn is_encoded(request: &HttpRequest) -> bool {
+    request.headers().contains_key(header::CONTENT_ENCODING)
 }
 
 /// Whether the body is a form by its type.
 pub(crate) fn is_form(request: &HttpRequest) -> bool {
-    matches!(request.mime_type(), Ok(Some(mime)) if mime == mime::APPLICATION_WWW_FORM_URLENCODED)
+    let form = mime::APPLICATION_WWW_FORM_URLENCODED;
+    matches!(request.mime_type(), Ok(Some(mime)) if mime.essence_str() == form.essence_str())
 }
 
 /// The body as canonical JSON, where it is such.
 pub(crate) fn json_of<'a>(request: &HttpRequest, body: &'a [u8]) -> Option<Json<'a>> {
-    if is_json(request) { Json::parse(body) } else { None }
+    if is_of_json_type(request) && !is_encoded(request) { Json::parse(body) } else { None }
 }
 
 /// A body that is no JSON; `raw`: whatever its type.
 pub(crate) fn add_bytes(digest: &mut Digest, request: &HttpRequest, body: &[u8], raw: bool) {
-    let encoded = request.headers().contains_key(header::CONTENT_ENCODING);
     match request.mime_type() {
-        Ok(Some(mime)) if !raw && !encoded && mime.type_() == mime::MULTIPART => {
+        Ok(Some(mime)) if !raw && !is_encoded(request) && mime.type_() == mime::MULTIPART => {
             if let Some(boundary) = mime.get_param(mime::BOUNDARY) {
                 digest.part("multipart");
                 return add_multipart(digest, boundary.as_str(), body);

@@ -325,7 +325,7 @@ async fn find_key(
             *body = Some(body::read(request, policy).await?);
         }
         let bytes = body.as_ref().and_then(Option::as_deref);
-        if let Some(found) = source.find(request.request(), bytes)? {
+        if let Some(found) = source.find(request.request(), bytes, policy.fingerprint_keys.first())? {
             return Ok(Some(found));
         }
     }

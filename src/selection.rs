@@ -155,3 +155,82 @@ fn parsed<P: AsRef<str>>(setting: &str, pointers: impl IntoIterator<Item = P>) -
     }
     all
 }
+
+#[cfg(test)]
+mod tests {
+    use actix_web::test::TestRequest;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn of(fields: &Fields, content_type: &str, body: &str) -> [u8; 32] {
+        let request = TestRequest::post().insert_header(("content-type", content_type)).to_http_request();
+        let mut digest = Digest::new("test");
+        fields.add(&mut digest, &request, body.as_bytes());
+        digest.finish()
+    }
+
+    fn json(fields: &Fields, body: &Value) -> [u8; 32] {
+        of(fields, "application/json", &body.to_string())
+    }
+
+    #[test]
+    fn what_is_chosen_counts_with_its_name_and_whether_it_is_there() {
+        let fields = Fields::only(["/a", "/b/0"]);
+        let of = |body| json(&fields, &body);
+        assert_eq!(of(json!({"a": 1, "b": [2], "c": 3})), of(json!({"b": [2, 4], "a": 1})));
+        assert_ne!(of(json!({"a": 1})), of(json!({"b": [1]})));
+        assert_ne!(of(json!({"a": "absent"})), of(json!({})));
+        assert_ne!(of(json!({"a": null})), of(json!({})));
+        let fields = fields.clone().drop_nulls();
+        assert_eq!(json(&fields, &json!({"a": null})), json(&fields, &json!({})));
+    }
+
+    #[test]
+    fn where_there_is_no_json_the_body_counts_as_a_whole_under_every_choice_but_none() {
+        for fields in [Fields::all(), Fields::raw(), Fields::only(["/a"]), Fields::all_but(["/a"])] {
+            let of = |body| of(&fields, "text/plain", body);
+            assert_ne!(of(r#"{"a":1}"#), of(r#"{"a":1} "#), "{fields:?}");
+            assert_eq!(of("a"), of("a"));
+        }
+        let none = Fields::none();
+        assert_eq!(of(&none, "text/plain", "a"), of(&none, "application/json", "1"));
+    }
+
+    #[test]
+    fn different_choices_have_different_recipes_and_words() {
+        let all = [
+            Fields::all(),
+            Fields::all().drop_nulls(),
+            Fields::raw(),
+            Fields::none(),
+            Fields::only(["/a"]),
+            Fields::only(["/a", "/b"]),
+            Fields::only(["/a/b"]),
+            Fields::all_but(["/a"]),
+            Fields::all_but(["/a"]).drop_nulls(),
+        ];
+        let recipe = |fields: &Fields| {
+            let mut digest = Digest::new("test");
+            fields.add_recipe(&mut digest);
+            digest.finish()
+        };
+        for (i, a) in all.iter().enumerate() {
+            assert!(all[i + 1..].iter().all(|b| recipe(a) != recipe(b) && a.in_words() != b.in_words()), "{a:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_left_out_never_counts_and_the_rest_always_does(
+            a in any::<i64>(), left_out in any::<i64>(), other in any::<i64>(), name in "[a-z~/\"\\\\é]{1,5}",
+        ) {
+            let pointer = format!("/x/{}", name.replace('~', "~0").replace('/', "~1"));
+            let fields = Fields::all_but([&pointer]);
+            let body = |a: i64, value: i64| json!({"a": a, "x": {&name: value}});
+            prop_assert_eq!(json(&fields, &body(a, left_out)), json(&fields, &body(a, other)));
+            prop_assert_eq!(a == other, json(&fields, &body(a, 1)) == json(&fields, &body(other, 1)));
+        }
+    }
+}

@@ -7,7 +7,7 @@
 use std::{fmt, sync::Arc};
 
 use actix_web::{HttpRequest, web::Query};
-use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 use serde::de::DeserializeOwned;
 
 use crate::{
@@ -15,6 +15,7 @@ use crate::{
     fingerprint,
     json::{Json, Pointer},
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
+    secret::Secret,
     selection::Fields,
 };
 
@@ -74,8 +75,8 @@ impl KeySource {
     }
 
     /// Fields of a JSON body, by JSON pointers. Absent where the body is not JSON by its type, or has none
-    /// of them; unreadable where it does not parse, has some but not all, or has one that is an array,
-    /// an object or empty. `null` is absent.
+    /// of them; unreadable where it is encoded (`Content-Encoding`) or does not parse, has some of them but
+    /// not all, or has one that is an array, an object or empty. `null` is absent.
     ///
     /// # Panics
     ///
@@ -165,6 +166,10 @@ impl KeySource {
     /// endpoints that have neither key nor number; with a short
     /// [`retention`](crate::Policy::retention) it is the guard against double clicks. Unless the policy
     /// says what is [compared](crate::Policy::compare), the same fields are.
+    ///
+    /// Under [`Policy::fingerprint_secrets`](crate::Policy::fingerprint_secrets) it is made by the first
+    /// secret, so that the key tells no more than the fingerprint does; a repeat across a change of that
+    /// secret is a first request.
     #[must_use]
     pub fn digest(fields: Fields) -> Self {
         Self(Kind::Digest(fields))
@@ -174,13 +179,26 @@ impl KeySource {
         matches!(self.0, Kind::Header)
     }
 
+    /// Of which fields it is a digest, if it is one.
+    pub(crate) fn digested(&self) -> Option<&Fields> {
+        match &self.0 {
+            Kind::Digest(fields) => Some(fields),
+            _ => None,
+        }
+    }
+
     /// Whether it needs the body of the request.
     pub(crate) fn reads_body(&self) -> bool {
         !matches!(self.0, Kind::Header | Kind::Path(_) | Kind::Query(_))
     }
 
-    /// The key, if this source has one.
-    pub(crate) fn find(&self, request: &HttpRequest, body: Option<&[u8]>) -> Result<Option<Found>, InvalidKey> {
+    /// The key, if this source has one. By `secret`, if there is one, digests are made.
+    pub(crate) fn find(
+        &self,
+        request: &HttpRequest,
+        body: Option<&[u8]>,
+        secret: Option<&Secret>,
+    ) -> Result<Option<Found>, InvalidKey> {
         let bytes = body.unwrap_or_default();
         let parts = match &self.0 {
             Kind::Header => {
@@ -188,20 +206,23 @@ impl KeySource {
                 return Ok(key.map(|key| Found { key, source: String::new(), fields: None }));
             }
             Kind::Digest(fields) => {
-                return Ok(Some(self.found(digest_of(fields, request, bytes), Some(fields.clone()))?));
+                return Ok(Some(self.found(digest_of(fields, request, bytes, secret), Some(fields.clone()))?));
             }
             Kind::Computed { compute, .. } => compute(request, bytes)?.map(|text| vec![text]),
             Kind::Json(pointers) => of_json(pointers, request, bytes)?,
-            Kind::Form(names) => match fingerprint::is_form(request) {
-                true => of_pairs(names, serde_urlencoded::from_bytes(bytes).map_err(|_| InvalidKey::Body)?)?,
-                false => None,
-            },
+            Kind::Form(names) if fingerprint::is_form(request) => {
+                if fingerprint::is_encoded(request) {
+                    return Err(InvalidKey::Body);
+                }
+                of_pairs(names, serde_urlencoded::from_bytes(bytes).map_err(|_| InvalidKey::Body)?)?
+            }
+            Kind::Form(_) => None,
             Kind::Query(names) => {
                 let pairs = Query::<Vec<(String, String)>>::from_query(request.query_string());
                 of_pairs(names, pairs.map_err(|_| InvalidKey::Field)?.into_inner())?
             }
             Kind::Path(names) => {
-                let values = names.iter().map(|name| request.match_info().get(name).map(str::to_owned));
+                let values = names.iter().map(|name| path_parameter(request, name));
                 all_or_none(values.collect())?
             }
         };
@@ -250,7 +271,7 @@ fn of_json(
     request: &HttpRequest,
     body: &[u8],
 ) -> Result<Option<Vec<String>>, InvalidKey> {
-    if !fingerprint::is_json(request) {
+    if !fingerprint::is_of_json_type(request) {
         return Ok(None);
     }
     let json = fingerprint::json_of(request, body).ok_or(InvalidKey::Body)?;
@@ -299,22 +320,29 @@ fn joined(parts: &[String]) -> String {
     format!("sha256:{}", hex::encode(digest.finish()))
 }
 
-fn digest_of(fields: &Fields, request: &HttpRequest, body: &[u8]) -> String {
+/// A parameter of the route pattern. actix leaves `%2F`, `%2B` and `%25` as they are.
+pub(crate) fn path_parameter(request: &HttpRequest, name: &str) -> Option<String> {
+    request.match_info().get(name).map(|value| percent_decode_str(value).decode_utf8_lossy().into_owned())
+}
+
+fn digest_of(fields: &Fields, request: &HttpRequest, body: &[u8], secret: Option<&Secret>) -> String {
     let mut digest = Digest::new("actix-idempotency request 1");
     digest.part(request.method().as_str()).part(request.uri().path()).optional(request.uri().query());
     fields.add(&mut digest, request, body);
-    hex::encode(digest.finish())
+    let plain = digest.finish();
+    hex::encode(secret.map_or(plain, |secret| secret.sign(&plain)))
 }
 
 #[cfg(test)]
 mod tests {
     use actix_web::test::TestRequest;
+    use proptest::prelude::*;
 
     use super::*;
 
     fn find(source: &KeySource, content_type: &str, body: &str) -> Result<Option<String>, InvalidKey> {
         let request = TestRequest::post().insert_header(("content-type", content_type)).to_http_request();
-        source.find(&request, Some(body.as_bytes())).map(|found| found.map(|found| found.key.as_str().to_owned()))
+        source.find(&request, Some(body.as_bytes()), None).map(|found| found.map(|found| found.key.as_str().to_owned()))
     }
 
     #[test]
@@ -349,5 +377,78 @@ mod tests {
         assert_eq!(form("x=y"), Ok(None));
         assert_eq!(form("no=1&no=1"), Err(InvalidKey::Field));
         assert_eq!(find(&source, "application/json", "no=1"), Ok(None));
+    }
+
+    #[test]
+    fn what_must_be_decoded_first_is_unreadable_where_the_key_is_in_it() {
+        let encoded = |source: &KeySource, content_type: &str| {
+            let request = TestRequest::post()
+                .insert_header(("content-type", content_type))
+                .insert_header(("content-encoding", "gzip"))
+                .to_http_request();
+            source.find(&request, Some(b"\x1f\x8b"), None).map(|found| found.is_some())
+        };
+        let (json, form) = (KeySource::json(["/no"]), KeySource::form(["no"]));
+        assert_eq!(encoded(&json, "application/json"), Err(InvalidKey::Body));
+        assert_eq!(encoded(&form, "application/x-www-form-urlencoded; charset=utf-8"), Err(InvalidKey::Body));
+        assert_eq!(encoded(&json, "text/plain"), Ok(false));
+        assert_eq!(encoded(&form, "text/plain"), Ok(false));
+        assert_eq!(encoded(&KeySource::digest(Fields::all()), "application/json"), Ok(true));
+    }
+
+    #[test]
+    fn a_path_parameter_is_decoded_once() {
+        let source = KeySource::path(["no"]);
+        let at = |text: &'static str| {
+            let request = TestRequest::post().param("no", text).to_http_request();
+            source.find(&request, None, None).map(|found| found.map(|found| found.key.as_str().to_owned()))
+        };
+        assert_eq!(at("7"), Ok(Some("7".into())));
+        // As actix leaves it.
+        assert_eq!(at("a%2Fb%2Bc%253A"), Ok(Some("a/b+c%253A".into())));
+        assert_eq!(at(""), Err(InvalidKey::Field));
+        assert!(source.find(&TestRequest::post().to_http_request(), None, None).unwrap().is_none());
+    }
+
+    #[test]
+    fn sources_are_told_apart() {
+        let all = [
+            KeySource::header(),
+            KeySource::json(["/a"]),
+            KeySource::json(["/a", "/b"]),
+            KeySource::form(["a"]),
+            KeySource::path(["a"]),
+            KeySource::query(["a"]),
+            KeySource::computed("a", |_, _| Ok(None)),
+            KeySource::digest(Fields::all()),
+            KeySource::digest(Fields::all().drop_nulls()),
+            KeySource::digest(Fields::only(["/a"])),
+        ];
+        for (i, a) in all.iter().enumerate() {
+            assert!(all[i + 1..].iter().all(|b| a.tag() != b.tag()), "{a:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_parts_make_a_key_of_their_own(
+            a in proptest::collection::vec(any::<String>(), 1..4), b in proptest::collection::vec(any::<String>(), 1..4),
+        ) {
+            for parts in [&a, &b] {
+                let text = joined(parts);
+                prop_assert!(text.is_empty() || IdempotencyKey::try_from(text).is_ok());
+            }
+            prop_assert_eq!(a == b, joined(&a) == joined(&b));
+        }
+
+        #[test]
+        fn any_body_has_a_key_or_none_or_a_typed_error(body in proptest::collection::vec(any::<u8>(), 0..100)) {
+            let request = |content_type| TestRequest::post().insert_header(("content-type", content_type)).to_http_request();
+            let json = KeySource::json(["/a/0"]).find(&request("application/json"), Some(&body), None);
+            let form = KeySource::form(["a"]).find(&request("application/x-www-form-urlencoded"), Some(&body), None);
+            for invalid in [json.err(), form.err()].into_iter().flatten() {
+                prop_assert!(matches!(invalid, InvalidKey::Body | InvalidKey::Field));
+            }
+        }
     }
 }

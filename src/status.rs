@@ -19,6 +19,7 @@ use crate::{
     postgres::keys::Row,
     refusal::{Code, Refusal},
     scope::{KeyId, Scope},
+    source::path_parameter,
     telemetry,
 };
 
@@ -72,7 +73,7 @@ impl Status {
         policy: &Policy,
         wants_answer: bool,
     ) -> Result<HttpResponse, Refusal> {
-        let key = IdempotencyKey::try_from(request.match_info().get("key").unwrap_or_default())?;
+        let key = IdempotencyKey::try_from(path_parameter(request, "key").unwrap_or_default())?;
         let scope = Scope::elsewhere(request, policy, &self.method, &self.pattern)?;
         for source in &policy.keys {
             let id = scope.id(&source.tag(), &key);
