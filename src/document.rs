@@ -1,6 +1,6 @@
 //! The published specification of a policy (IETF draft -07, section 2.5.2).
 
-use std::{sync::Arc, time::Duration};
+use std::{num::NonZeroU32, sync::Arc, time::Duration};
 
 use actix_web::{
     HttpRequest, HttpResponse, Resource,
@@ -13,6 +13,8 @@ use serde::Serialize;
 use crate::{
     keep::Keep,
     policy::{OnCompleted, OnFailure, OnOutstanding, Part, Policy},
+    selection::Fields,
+    source::KeySource,
 };
 
 /// What a client has to know; each is a sentence or a value.
@@ -82,6 +84,11 @@ impl Document {
         if policy.skip.is_some() {
             notes.push(text(Part::Skip, "Some requests are exempt."));
         }
+        let limit = |most: NonZeroU32, what| {
+            format!("Keys of a caller that {what}: at most {most}; more are refused with 429.")
+        };
+        notes.extend(policy.quota.outstanding.map(|most| limit(most, "are outstanding at a time")));
+        notes.extend(policy.quota.live.map(|most| limit(most, "have not expired")));
         notes.extend(policy.may_replay.iter().map(|may| may.text.clone()));
         Self {
             header: "Idempotency-Key",
@@ -90,11 +97,7 @@ impl Document {
             key_sources: policy.keys.iter().map(|source| source.name()).collect(),
             key_format,
             scope,
-            compared: match &policy.compare {
-                _ if policy.streams_body => "method, path and query".to_owned(),
-                Some(fields) => format!("method, path, query, and {}", fields.in_words()),
-                None => "method, path, query, and the body (JSON in canonical form)".to_owned(),
-            },
+            compared: compared(policy),
             expiry_seconds: policy.retention.map(|retention| retention.as_secs()),
             kept: match &policy.keep {
                 Keep::Success => "answers below 400".to_owned(),
@@ -165,11 +168,27 @@ impl Document {
     }
 }
 
-fn in_words(duration: Duration) -> String {
-    match duration.as_secs() {
-        0 => format!("{} ms", duration.as_millis()),
-        seconds if seconds % 86_400 == 0 => format!("{} days", seconds / 86_400),
-        seconds if seconds % 3600 == 0 => format!("{} hours", seconds / 3600),
-        seconds => format!("{seconds} seconds"),
+fn compared(policy: &Policy) -> String {
+    let mut parts = vec!["method".to_owned(), "path".into(), "query".into()];
+    parts.extend(policy.fingerprinted_headers.iter().map(|name| format!("the header {name}")));
+    match &policy.compare {
+        _ if policy.streams_body => {}
+        Some(fields) => parts.push(fields.in_words()),
+        None => {
+            parts.push(Fields::all().in_words());
+            let digests = policy.keys.iter().filter_map(KeySource::digested);
+            parts.extend(digests.map(|fields| format!("where the key is a digest: {}", fields.in_words())));
+        }
     }
+    parts.join(", ")
+}
+
+fn in_words(duration: Duration) -> String {
+    let (number, unit) = match duration.as_secs() {
+        0 => return format!("{} ms", duration.as_millis()),
+        seconds if seconds % 86_400 == 0 => (seconds / 86_400, "day"),
+        seconds if seconds % 3600 == 0 => (seconds / 3600, "hour"),
+        seconds => (seconds, "second"),
+    };
+    format!("{number} {unit}{}", if number == 1 { "" } else { "s" })
 }

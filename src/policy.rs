@@ -848,6 +848,10 @@ impl Policy {
         {
             panic!("Policy: {source:?} needs the body, and Policy::stream_body lets it through unread");
         }
+        assert!(
+            !(self.streams_body && self.compare.is_some()),
+            "Policy: Policy::compare needs the body, and Policy::stream_body lets it through unread"
+        );
         let holds = matches!(self.on_failure, OnFailure::HoldLease | OnFailure::HoldRetention);
         assert!(
             !(self.is_atomic && holds),
@@ -863,10 +867,6 @@ impl Policy {
         }
     }
 
-    /// What becomes of a key whose handler has left no answer.
-    pub(crate) fn without_answer(&self) -> Return {
-        match self.on_failure {
-            OnFailure::Release | OnFailure::Store => Return::Release,
     /// What a request without a key is told to send.
     pub(crate) fn key_missing(&self) -> Refusal {
         let refusal = Refusal::new(Code::KeyMissing);
@@ -877,6 +877,10 @@ impl Policy {
         refusal.with_detail(&format!("The key is made of this part of the request: {}.", sources.join(", else ")))
     }
 
+    /// What becomes of a key whose handler has left no answer.
+    pub(crate) fn without_answer(&self) -> Return {
+        match self.on_failure {
+            OnFailure::Release | OnFailure::Store => Return::Release,
             OnFailure::HoldLease => Return::HoldLease,
             OnFailure::HoldRetention => Return::HoldRetention,
         }
