@@ -16,6 +16,7 @@ mod body;
 mod check;
 mod claim;
 mod digest;
+mod document;
 pub mod drain;
 mod engine;
 mod error;
@@ -36,8 +37,12 @@ pub mod pool;
 mod postgres;
 pub mod refusal;
 mod scope;
+mod secret;
+mod selection;
 mod settle;
 mod snapshot;
+mod source;
+mod status;
 pub mod sweeper;
 pub mod telemetry;
 mod transaction;
@@ -50,11 +55,14 @@ pub use crate::{
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
     middleware::{Idempotency, IdempotencyMiddleware},
-    policy::{OnOutstanding, Policy},
+    policy::{OnCompleted, OnFailure, OnOutstanding, Part, Policy, Quota},
     pool::{PoolBuilder, pool},
     postgres::PgPool,
-    refusal::{Code, Refusal},
+    refusal::{Code, Refusal, Wording},
     scope::Scope,
+    secret::Secret,
+    selection::Fields,
     snapshot::ResponseSnapshot,
+    source::KeySource,
     sweeper::{Sweeper, Sweeping},
 };

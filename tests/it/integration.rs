@@ -647,7 +647,8 @@ async fn what_is_compressed_outside_is_kept_as_it_was() {
 fn a_bad_setting_fails_when_it_is_made_and_names_itself() {
     let zero = Duration::ZERO;
     let ages = Duration::from_secs(u64::MAX);
-    let bad: Vec<(&str, Box<dyn Fn() -> Policy>)> = vec![
+    type Bad = (&'static str, Box<dyn Fn() -> Policy>);
+    let bad: Vec<Bad> = vec![
         ("methods", Box::new(|| Policy::new().methods([Method::POST, Method::GET]))),
         ("methods", Box::new(|| Policy::new().methods([]))),
         ("resource", Box::new(|| Policy::new().resource(""))),

@@ -156,13 +156,6 @@ impl Raw {
         Answer { status: status.parse().unwrap(), headers, body }
     }
 
-    /// Whatever comes within this time, at most until the server closes.
-    pub async fn read_for(&mut self, during: Duration) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        let _ = timeout(during, self.0.read_to_end(&mut bytes)).await;
-        bytes
-    }
-
     /// Half-closes: the server sees the end of the request.
     pub async fn finish(&mut self) {
         let _ = self.0.shutdown().await;
