@@ -12,6 +12,7 @@ mod engine;
 mod error;
 mod extract;
 mod fingerprint;
+pub mod guarded;
 pub mod header;
 mod isolation;
 mod json;
@@ -30,11 +31,13 @@ mod snapshot;
 pub mod sweeper;
 pub mod telemetry;
 mod transaction;
+pub mod version;
 
 pub use crate::{
     drain::Drain,
     error::{Error, ErrorKind},
     extract::{IdemKey, IdemTx},
+    guarded::{Decrement, GuardedError},
     isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
@@ -46,4 +49,5 @@ pub use crate::{
     scope::Scope,
     snapshot::ResponseSnapshot,
     sweeper::{Sweeper, Sweeping},
+    version::{IfMatch, Retry, VersionError, Versioned},
 };

@@ -12,13 +12,26 @@
 //! | 409 | `lease-lost` | this attempt was overtaken by another | yes |
 //! | 409 | `serialization` | the transaction lost against another one (40001) | yes |
 //! | 409 | `constraint-violated` | a deferred constraint failed at COMMIT | |
+//! | 400 | `if-match-invalid` | the `If-Match` cannot be read | |
+//! | 404 | `not-found` | there is no such row, or none that the caller may see | |
+//! | 409 | `stale` | the row has another version than the caller expected | |
+//! | 409 | `version-overflow` | the row has the largest version there is | |
+//! | 409 | `not-enough` | less is left than is asked for | |
+//! | 409 | `elsewhere` | the row is in another state than the move starts from | |
+//! | 409 | `move-not-allowed` | no such move is declared | |
+//! | 409 | `duplicate`, or one of the service's own | a unique constraint | |
+//! | 412 | `if-match-failed` | none of the versions in `If-Match` is the current one, which `ETag` tells | |
 //! | 413 | `body-too-large` | the body is over the request limit | |
 //! | 422 | `key-reused` | same key, other request | |
+//! | 422 | `amount-invalid` | an amount that is not positive or too large to be one | |
+//! | 428 | `if-match-missing` | the request must say which version it is about | |
 //! | 500 | `handler-panicked` | the handler panicked; the key is released | |
 //! | 500 | `body-failed` | the body of the answer failed before it was kept; the key is released | |
 //! | 500 | `transaction-aborted` | the handler swallowed the error of a statement; rolled back | |
 //! | 500 | `transaction-misused` | see [`IdemTx`](crate::IdemTx); what it has committed by itself stays, and is not run again | |
 //! | 500 | `misconfigured` | the service is set up wrong; its log says how | |
+//! | 500 | `query-failed` | a statement failed; its log says why | |
+//! | 500 | `state-unknown` | the row is in a state that this version of the service does not know | |
 //! | 503 | `store-unavailable` | no store, no execution | yes |
 //! | 503 | `busy` | too many requests run already | yes |
 //! | 503 | `shutting-down` | this process takes no new work | yes |
@@ -36,7 +49,7 @@ use actix_web::{
     body::BoxBody,
     http::{
         StatusCode,
-        header::{self, HeaderValue},
+        header::{self, ETag, HeaderValue},
     },
 };
 use serde::Serialize;
@@ -65,10 +78,32 @@ pub enum Code {
     Serialization,
     /// 409: a deferred constraint failed at COMMIT.
     ConstraintViolated,
+    /// 400: the `If-Match` cannot be read.
+    IfMatchInvalid,
+    /// 404: no such row.
+    NotFound,
+    /// 409: the row has another version than the caller expected.
+    Stale,
+    /// 409: the row has the largest version there is.
+    VersionOverflow,
+    /// 409: less is left than is asked for.
+    NotEnough,
+    /// 409: the row is in another state than the move starts from.
+    Elsewhere,
+    /// 409: no such move is declared.
+    MoveNotAllowed,
+    /// 409: a unique constraint. A service may send it under a code of its own.
+    Duplicate,
+    /// 412: the `If-Match` does not name the current version.
+    IfMatchFailed,
     /// 413: the body is over the request limit.
     BodyTooLarge,
     /// 422: same key, other request.
     KeyReused,
+    /// 422: an amount that is not positive, or too large.
+    AmountInvalid,
+    /// 428: no `If-Match`.
+    IfMatchMissing,
     /// 500: the handler panicked.
     HandlerPanicked,
     /// 500: the body of the answer failed before it was kept.
@@ -79,6 +114,10 @@ pub enum Code {
     TransactionMisused,
     /// 500: the service is set up wrong.
     Misconfigured,
+    /// 500: a statement failed.
+    QueryFailed,
+    /// 500: the row is in a state that the service does not know.
+    StateUnknown,
     /// 503: no store, no execution.
     StoreUnavailable,
     /// 503: too many requests run already.
@@ -135,10 +174,32 @@ impl Code {
                 "Nothing was done; retry with the same key."),
             Self::ConstraintViolated => ("constraint-violated", S::CONFLICT, "A constraint was violated",
                 "Nothing was done: the request contradicts what is stored."),
+            Self::IfMatchInvalid => ("if-match-invalid", S::BAD_REQUEST, "If-Match is invalid",
+                "Send the ETag that a GET of the resource answered with."),
+            Self::NotFound => ("not-found", S::NOT_FOUND, "There is no such resource",
+                "Nothing was done: it does not exist, or no longer."),
+            Self::Stale => ("stale", S::CONFLICT, "The resource has changed",
+                "Somebody else was first. Nothing was done: read the resource again and decide anew."),
+            Self::VersionOverflow => ("version-overflow", S::CONFLICT, "The resource cannot be changed any more",
+                "Nothing was done: it has the largest version there is."),
+            Self::NotEnough => ("not-enough", S::CONFLICT, "There is not enough left",
+                "Nothing was done: less is left than was asked for."),
+            Self::Elsewhere => ("elsewhere", S::CONFLICT, "The resource is in another state",
+                "Nothing was done: from its present state it cannot go there."),
+            Self::MoveNotAllowed => ("move-not-allowed", S::CONFLICT, "There is no such move",
+                "Nothing was done: the resource never goes from the one state to the other."),
+            Self::Duplicate => ("duplicate", S::CONFLICT, "It exists already",
+                "Nothing was done: there can be only one of it."),
+            Self::IfMatchFailed => ("if-match-failed", S::PRECONDITION_FAILED, "The resource has changed",
+                "It has another version than If-Match names; ETag tells the current one. Nothing was done: read it again and decide anew."),
             Self::BodyTooLarge => ("body-too-large", S::PAYLOAD_TOO_LARGE, "The request body is too large",
                 "Nothing was done."),
             Self::KeyReused => ("key-reused", S::UNPROCESSABLE_ENTITY, "Idempotency-Key is already used",
                 "This key was used with another request. Send the request it was used with, or use a new key."),
+            Self::AmountInvalid => ("amount-invalid", S::UNPROCESSABLE_ENTITY, "The amount is invalid",
+                "Nothing was done: an amount is 1 or more, and no more than there can be."),
+            Self::IfMatchMissing => ("if-match-missing", S::PRECONDITION_REQUIRED, "If-Match is missing",
+                "Send If-Match with the ETag that a GET of the resource answered with."),
             Self::HandlerPanicked => ("handler-panicked", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The request failed and its key is free: retry with the same key."),
             Self::BodyFailed => ("body-failed", S::INTERNAL_SERVER_ERROR, "Internal server error",
@@ -149,6 +210,10 @@ impl Code {
                 "The request failed; the log of the service says why."),
             Self::Misconfigured => ("misconfigured", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The service is set up wrong. Nothing was done."),
+            Self::QueryFailed => ("query-failed", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The request failed; the log of the service says why."),
+            Self::StateUnknown => ("state-unknown", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The resource is in a state that this version of the service does not know. Nothing was done."),
             Self::StoreUnavailable => ("store-unavailable", S::SERVICE_UNAVAILABLE, "Service unavailable",
                 "Nothing was done; retry with the same key."),
             Self::Busy => ("busy", S::SERVICE_UNAVAILABLE, "Service unavailable",
@@ -176,6 +241,10 @@ pub struct Refusal {
     detail: Option<String>,
     retry_after: Option<Duration>,
     documentation: Option<Arc<str>>,
+    /// A code of the service's own, in place of ours.
+    own_code: Option<&'static str>,
+    /// The version that is there.
+    etag: Option<ETag>,
 }
 
 impl Refusal {
@@ -183,7 +252,7 @@ impl Refusal {
         let retry_after = (code.status() == StatusCode::SERVICE_UNAVAILABLE
             || matches!(code, Code::LeaseLost | Code::Serialization))
         .then_some(Duration::from_secs(1));
-        Self { code, detail: None, retry_after, documentation: None }
+        Self { code, detail: None, retry_after, documentation: None, own_code: None, etag: None }
     }
 
     /// Whole seconds, rounded up, on the wire.
@@ -197,13 +266,29 @@ impl Refusal {
         self
     }
 
+    /// What happened here, in place of what the code says.
+    pub(crate) fn detailed(mut self, detail: impl Into<String>) -> Self {
+        self.detail = Some(detail.into());
+        self
+    }
+
+    pub(crate) fn coded(mut self, code: &'static str) -> Self {
+        self.own_code = Some(code);
+        self
+    }
+
+    pub(crate) fn with_etag(mut self, etag: ETag) -> Self {
+        self.etag = Some(etag);
+        self
+    }
+
     fn problem(&self) -> Problem<'_> {
         Problem {
             r#type: self.documentation.as_deref().unwrap_or("about:blank"),
             title: self.code.title(),
             status: self.code.status().as_u16(),
             detail: self.detail.as_deref().unwrap_or(self.code.detail()),
-            code: self.code.as_str(),
+            code: self.own_code.unwrap_or(self.code.as_str()),
         }
     }
 
@@ -273,6 +358,9 @@ impl ResponseError for Refusal {
         }
         if let Some(wait) = self.retry_after {
             response.insert_header((header::RETRY_AFTER, wait.as_millis().div_ceil(1000).max(1).to_string()));
+        }
+        if let Some(etag) = &self.etag {
+            response.insert_header(etag.clone());
         }
         match serde_json::to_vec(&problem) {
             Ok(body) => response.body(body),
