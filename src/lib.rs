@@ -31,6 +31,7 @@ mod snapshot;
 pub mod sweeper;
 pub mod telemetry;
 mod transaction;
+pub mod transition;
 pub mod version;
 
 pub use crate::{
@@ -49,5 +50,6 @@ pub use crate::{
     scope::Scope,
     snapshot::ResponseSnapshot,
     sweeper::{Sweeper, Sweeping},
+    transition::{Machine, Transition, TransitionError},
     version::{IfMatch, Retry, VersionError, Versioned},
 };

@@ -147,7 +147,7 @@ impl Code {
         self.row().2
     }
 
-    fn detail(self) -> &'static str {
+    pub(crate) fn detail(self) -> &'static str {
         self.row().3
     }
 

@@ -11,13 +11,14 @@ pub(crate) mod savepoint;
 pub(crate) mod server;
 pub(crate) mod sweep;
 pub(crate) mod transactions;
+pub(crate) mod transition;
 pub(crate) mod version;
 
 pub(crate) use diesel_async::AsyncPgConnection;
 
 /// A pool of connections as diesel-async and bb8 make them.
 ///
-/// [`pool`](crate::pool) makes one that suits this crate; any other of this type will do.
+/// [`pool`](crate::pool()) makes one that suits this crate; any other of this type will do.
 pub type PgPool = diesel_async::pooled_connection::bb8::Pool<AsyncPgConnection>;
 
 /// Declares a statement that is prepared once per connection: pieces of SQL and, between them, typed

@@ -160,9 +160,9 @@ impl ResponseError for VersionError {
                 telemetry::misconfigured(&self.to_string());
                 Refusal::new(Code::Misconfigured).error_response()
             }
-            Self::InvalidIfMatch(invalid) => {
-                Refusal::new(Code::IfMatchInvalid).detailed(invalid.to_string()).error_response()
-            }
+            Self::InvalidIfMatch(invalid) => Refusal::new(Code::IfMatchInvalid)
+                .detailed(format!("{invalid}. {}", Code::IfMatchInvalid.detail()))
+                .error_response(),
             Self::Query(error) => refuse("a versioned change failed", error).error_response(),
             _ => Refusal::new(self.code()).error_response(),
         }

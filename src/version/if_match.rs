@@ -93,7 +93,7 @@ pub enum InvalidIfMatch {
     #[error("If-Match is empty")]
     Empty,
     /// Something outside of ASCII.
-    #[error("If-Match contains something else than ASCII")]
+    #[error("If-Match contains something that is not ASCII")]
     NotAscii,
     /// `*` beside tags.
     #[error("If-Match lists tags beside `*`")]

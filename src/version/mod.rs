@@ -107,7 +107,7 @@ pub use crate::postgres::{
 ///
 /// A column that is no number of versions cannot be declared:
 ///
-/// ```compile_fail,E0271
+/// ```compile_fail,E0277
 /// diesel::table! { notes (id) { id -> BigInt, text -> Text, version -> Nullable<Integer>, } }
 /// actix_idempotency::versioned!(notes.version);
 /// ```
@@ -137,20 +137,9 @@ impl<T, K> Keyed<K> for T where T: Table<PrimaryKey: EqAll<K, Output: Piece>, Fr
 /// [`version`](crate::version).
 #[macro_export]
 macro_rules! versioned {
-    ($table:ident . $column:ident) => {
-        impl $crate::Versioned for $table::table {
-            type Version = $table::$column;
+    ($($table:ident)::+ . $column:ident) => {
+        impl $crate::Versioned for $($table)::+ ::table {
+            type Version = $($table)::+ ::$column;
         }
-    };
-    ($head:ident $(:: $tail:ident)+ . $column:ident) => {
-        $crate::versioned!(@split [$head] $($tail)+ . $column);
-    };
-    (@split [$($path:ident)+] $table:ident . $column:ident) => {
-        impl $crate::Versioned for $($path::)+ $table::table {
-            type Version = $($path::)+ $table::$column;
-        }
-    };
-    (@split [$($path:ident)+] $next:ident $($rest:ident)+ . $column:ident) => {
-        $crate::versioned!(@split [$($path)+ $next] $($rest)+ . $column);
     };
 }

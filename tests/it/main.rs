@@ -4,4 +4,5 @@ mod guarded;
 mod idem_tx;
 mod smoke;
 mod support;
+mod transition;
 mod version;

@@ -32,15 +32,18 @@ diesel::table! {
 }
 versioned!(notes.version);
 
-diesel::table! {
-    seats (hall, number) {
-        hall -> Text,
-        number -> Integer,
-        guest -> Text,
-        version -> BigInt,
+mod schema {
+    diesel::table! {
+        seats (hall, number) {
+            hall -> Text,
+            number -> Integer,
+            guest -> Text,
+            version -> BigInt,
+        }
     }
 }
-versioned!(seats.version);
+use schema::seats;
+versioned!(schema::seats.version);
 
 const TABLES: &str = "CREATE TABLE notes (
     id bigint PRIMARY KEY, owner text NOT NULL DEFAULT 'alice', text text NOT NULL, stars int,
