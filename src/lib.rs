@@ -8,6 +8,7 @@ mod check;
 mod claim;
 mod digest;
 pub mod drain;
+pub mod duplicate;
 mod engine;
 mod error;
 mod extract;
@@ -36,6 +37,7 @@ pub mod version;
 
 pub use crate::{
     drain::Drain,
+    duplicate::{DuplicateError, Duplicates, InsertError, InsertOrFetch, Inserted},
     error::{Error, ErrorKind},
     extract::{IdemKey, IdemTx},
     guarded::{Decrement, GuardedError},

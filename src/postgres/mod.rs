@@ -5,6 +5,7 @@
 //! every batch anew, which costs a second round trip and a parse for each.
 
 pub(crate) mod decrement;
+pub(crate) mod duplicate;
 pub(crate) mod guarded;
 pub(crate) mod keys;
 pub(crate) mod savepoint;
