@@ -18,12 +18,14 @@ mod claim;
 mod digest;
 mod document;
 pub mod drain;
+pub mod duplicate;
 mod engine;
 mod error;
 mod extract;
 #[doc(hidden)]
 pub mod failpoint;
 mod fingerprint;
+pub mod guarded;
 pub mod header;
 mod isolation;
 mod json;
@@ -46,11 +48,15 @@ mod status;
 pub mod sweeper;
 pub mod telemetry;
 mod transaction;
+pub mod transition;
+pub mod version;
 
 pub use crate::{
     drain::Drain,
+    duplicate::{DuplicateError, Duplicates, InsertError, InsertOrFetch, Inserted},
     error::{Error, ErrorKind},
     extract::{IdemKey, IdemTx},
+    guarded::{Decrement, GuardedError},
     isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
@@ -65,4 +71,6 @@ pub use crate::{
     snapshot::ResponseSnapshot,
     source::KeySource,
     sweeper::{Sweeper, Sweeping},
+    transition::{Machine, Transition, TransitionError},
+    version::{IfMatch, Retry, VersionError, Versioned},
 };

@@ -863,7 +863,7 @@ impl Policy {
     pub(crate) fn allows_key(&self, found: &Found) -> Result<(), Refusal> {
         let from_header = found.source.is_empty();
         match self.key_rules.iter().find(|rule| from_header && !(rule.allows)(found.key.as_str())) {
-            Some(rule) => Err(Refusal::from(InvalidKey::Form).with_detail(&rule.text)),
+            Some(rule) => Err(Refusal::from(InvalidKey::Form).detailed(rule.text.as_str())),
             None => Ok(()),
         }
     }
@@ -875,7 +875,7 @@ impl Policy {
             return refusal;
         }
         let sources: Vec<_> = self.keys.iter().map(KeySource::name).collect();
-        refusal.with_detail(&format!("The key is made of this part of the request: {}.", sources.join(", else ")))
+        refusal.detailed(format!("The key is made of this part of the request: {}.", sources.join(", else ")))
     }
 
     /// What becomes of a key whose handler has left no answer.

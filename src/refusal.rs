@@ -13,16 +13,29 @@
 //! | 409 | `lease-lost` | this attempt was overtaken by another | yes |
 //! | 409 | `serialization` | the transaction lost against another one (40001) | yes |
 //! | 409 | `constraint-violated` | a deferred constraint failed at COMMIT | |
+//! | 400 | `if-match-invalid` | the `If-Match` cannot be read | |
 //! | 403 | `replay-forbidden` | the policy does not let this request see the stored answer | |
+//! | 404 | `not-found` | there is no such row, or none that the caller may see | |
 //! | 409 | `already-completed` | by policy: it was done, and the answer is not told again | |
+//! | 409 | `stale` | the row has another version than the caller expected | |
+//! | 409 | `version-overflow` | the row has the largest version there is | |
+//! | 409 | `not-enough` | less is left than is asked for | |
+//! | 409 | `elsewhere` | the row is in another state than the move starts from | |
+//! | 409 | `move-not-allowed` | no such move is declared | |
+//! | 409 | `duplicate`, or one of the service's own | a unique constraint | |
+//! | 412 | `if-match-failed` | none of the versions in `If-Match` is the current one, which `ETag` tells | |
 //! | 413 | `body-too-large` | the body is over the request limit | |
 //! | 422 | `key-reused` | same key, other request | |
+//! | 422 | `amount-invalid` | an amount that is not positive or too large to be one | |
+//! | 428 | `if-match-missing` | the request must say which version it is about | |
 //! | 429 | `quota-exceeded` | too many keys of this principal; never for a retry | yes |
 //! | 500 | `handler-panicked` | the handler panicked; the key is released | |
 //! | 500 | `body-failed` | the body of the answer failed before it was kept; the key is released | |
 //! | 500 | `transaction-aborted` | the handler swallowed the error of a statement; rolled back | |
 //! | 500 | `transaction-misused` | see [`IdemTx`](crate::IdemTx); what the handler has committed by itself stays, and is not run again | |
 //! | 500 | `misconfigured` | the service is set up wrong; its log says how | |
+//! | 500 | `query-failed` | a statement failed; its log says why | |
+//! | 500 | `state-unknown` | the row is in a state that this version of the service does not know | |
 //! | 503 | `store-unavailable` | no store, no execution | yes |
 //! | 503 | `busy` | too many requests run already | yes |
 //! | 503 | `shutting-down` | this process takes no new work | yes |
@@ -41,7 +54,7 @@ use actix_web::{
     body::BoxBody,
     http::{
         StatusCode,
-        header::{self, HeaderName, HeaderValue},
+        header::{self, ETag, HeaderName, HeaderValue},
     },
     web::Bytes,
 };
@@ -77,12 +90,34 @@ pub enum Code {
     ConstraintViolated,
     /// 409: by policy: it was done, and the answer is not told again.
     AlreadyCompleted,
+    /// 400: the `If-Match` cannot be read.
+    IfMatchInvalid,
+    /// 404: no such row.
+    NotFound,
+    /// 409: the row has another version than the caller expected.
+    Stale,
+    /// 409: the row has the largest version there is.
+    VersionOverflow,
+    /// 409: less is left than is asked for.
+    NotEnough,
+    /// 409: the row is in another state than the move starts from.
+    Elsewhere,
+    /// 409: no such move is declared.
+    MoveNotAllowed,
+    /// 409: a unique constraint. A service may send it under a code of its own.
+    Duplicate,
+    /// 412: the `If-Match` does not name the current version.
+    IfMatchFailed,
     /// 413: the body is over the request limit.
     BodyTooLarge,
     /// 422: same key, other request.
     KeyReused,
     /// 429: too many keys of this principal.
     QuotaExceeded,
+    /// 422: an amount that is not positive, or too large.
+    AmountInvalid,
+    /// 428: no `If-Match`.
+    IfMatchMissing,
     /// 500: the handler panicked.
     HandlerPanicked,
     /// 500: the body of the answer failed before it was kept.
@@ -93,6 +128,10 @@ pub enum Code {
     TransactionMisused,
     /// 500: the service is set up wrong.
     Misconfigured,
+    /// 500: a statement failed.
+    QueryFailed,
+    /// 500: the row is in a state that the service does not know.
+    StateUnknown,
     /// 503: no store, no execution.
     StoreUnavailable,
     /// 503: too many requests run already.
@@ -122,7 +161,7 @@ impl Code {
         self.row().2
     }
 
-    fn detail(self) -> &'static str {
+    pub(crate) fn detail(self) -> &'static str {
         self.row().3
     }
 
@@ -157,10 +196,32 @@ impl Code {
                 "The same request was completed a moment ago; it was not done again."),
             Self::QuotaExceeded => ("quota-exceeded", S::TOO_MANY_REQUESTS, "Too many idempotency keys",
                 "Nothing was done; let earlier requests end, and retry with the same key."),
+            Self::IfMatchInvalid => ("if-match-invalid", S::BAD_REQUEST, "If-Match is invalid",
+                "Send the ETag that a GET of the resource answered with."),
+            Self::NotFound => ("not-found", S::NOT_FOUND, "There is no such resource",
+                "Nothing was done: it does not exist, or no longer."),
+            Self::Stale => ("stale", S::CONFLICT, "The resource has changed",
+                "Somebody else was first. Nothing was done: read the resource again and decide anew."),
+            Self::VersionOverflow => ("version-overflow", S::CONFLICT, "The resource cannot be changed any more",
+                "Nothing was done: it has the largest version there is."),
+            Self::NotEnough => ("not-enough", S::CONFLICT, "There is not enough left",
+                "Nothing was done: less is left than was asked for."),
+            Self::Elsewhere => ("elsewhere", S::CONFLICT, "The resource is in another state",
+                "Nothing was done: from its present state it cannot go there."),
+            Self::MoveNotAllowed => ("move-not-allowed", S::CONFLICT, "There is no such move",
+                "Nothing was done: the resource never goes from the one state to the other."),
+            Self::Duplicate => ("duplicate", S::CONFLICT, "It exists already",
+                "Nothing was done: there can be only one of it."),
+            Self::IfMatchFailed => ("if-match-failed", S::PRECONDITION_FAILED, "The resource has changed",
+                "It has another version than If-Match names; ETag tells the current one. Nothing was done: read it again and decide anew."),
             Self::BodyTooLarge => ("body-too-large", S::PAYLOAD_TOO_LARGE, "The request body is too large",
                 "Nothing was done."),
             Self::KeyReused => ("key-reused", S::UNPROCESSABLE_ENTITY, "Idempotency-Key is already used",
                 "This key was used with another request. Send the request it was used with, or use a new key."),
+            Self::AmountInvalid => ("amount-invalid", S::UNPROCESSABLE_ENTITY, "The amount is invalid",
+                "Nothing was done: an amount is 1 or more, and no more than there can be."),
+            Self::IfMatchMissing => ("if-match-missing", S::PRECONDITION_REQUIRED, "If-Match is missing",
+                "Send If-Match with the ETag that a GET of the resource answered with."),
             Self::HandlerPanicked => ("handler-panicked", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The request failed and its key is free: retry with the same key."),
             Self::BodyFailed => ("body-failed", S::INTERNAL_SERVER_ERROR, "Internal server error",
@@ -171,6 +232,10 @@ impl Code {
                 "The request failed; the log of the service says why."),
             Self::Misconfigured => ("misconfigured", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The service is set up wrong. Nothing was done."),
+            Self::QueryFailed => ("query-failed", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The request failed; the log of the service says why."),
+            Self::StateUnknown => ("state-unknown", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The resource is in a state that this version of the service does not know. Nothing was done."),
             Self::StoreUnavailable => ("store-unavailable", S::SERVICE_UNAVAILABLE, "Service unavailable",
                 "Nothing was done; retry with the same key."),
             Self::Busy => ("busy", S::SERVICE_UNAVAILABLE, "Service unavailable",
@@ -199,6 +264,8 @@ pub struct Refusal {
     retry_after: Option<Duration>,
     documentation: Option<Arc<str>>,
     wording: Option<Arc<Wording>>,
+    /// The version that is there.
+    etag: Option<ETag>,
 }
 
 /// A refusal in a policy's own words: [`Policy::wording`](crate::Policy::wording). What is not said
@@ -293,7 +360,7 @@ impl Refusal {
         let retry_after = (code.status() == StatusCode::SERVICE_UNAVAILABLE
             || matches!(code, Code::LeaseLost | Code::Serialization | Code::QuotaExceeded))
         .then_some(Duration::from_secs(1));
-        Self { code, detail: None, retry_after, documentation: None, wording: None }
+        Self { code, detail: None, retry_after, documentation: None, wording: None, etag: None }
     }
 
     /// Whole seconds, rounded up, on the wire.
@@ -302,15 +369,27 @@ impl Refusal {
         self
     }
 
-    pub(crate) fn with_detail(mut self, detail: &str) -> Self {
-        self.detail = Some(detail.to_owned());
-        self
-    }
-
     /// In the words of a policy, with its link.
     pub(crate) fn under(mut self, policy: &Policy) -> Self {
         self.documentation = policy.documentation.clone();
         self.wording = policy.wordings.get(&self.code).cloned();
+        self
+    }
+
+    /// What happened here, in place of what the code says.
+    pub(crate) fn detailed(mut self, detail: impl Into<String>) -> Self {
+        self.detail = Some(detail.into());
+        self
+    }
+
+    /// Under a code of the service's own.
+    pub(crate) fn coded(mut self, code: &'static str) -> Self {
+        self.wording = Some(Arc::new(Wording::new().code(code)));
+        self
+    }
+
+    pub(crate) fn with_etag(mut self, etag: ETag) -> Self {
+        self.etag = Some(etag);
         self
     }
 
@@ -361,7 +440,7 @@ impl From<Code> for Refusal {
 
 impl From<InvalidKey> for Refusal {
     fn from(invalid: InvalidKey) -> Self {
-        Self::new(Code::KeyInvalid).with_detail(&match invalid {
+        Self::new(Code::KeyInvalid).detailed(match invalid {
             InvalidKey::Body | InvalidKey::Field => format!("{invalid}."),
             _ => format!("{invalid}. {}", Code::KeyInvalid.detail()),
         })
@@ -411,6 +490,9 @@ impl ResponseError for Refusal {
         });
         if let Some(wait) = self.retry_after {
             response.insert_header((header::RETRY_AFTER, wait.as_millis().div_ceil(1000).max(1).to_string()));
+        }
+        if let Some(etag) = &self.etag {
+            response.insert_header(etag.clone());
         }
         let (content_type, body) = self.body();
         response.insert_header((header::CONTENT_TYPE, content_type)).body(body)

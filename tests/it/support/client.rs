@@ -1,6 +1,6 @@
 //! Requests and answers, and raw sockets for what no client would send.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{io, net::SocketAddr};
 
 use actix_web::rt::time::timeout;
 use reqwest::{
