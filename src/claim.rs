@@ -11,23 +11,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-use actix_web::http::StatusCode;
-
 use crate::{
+    atomic::Atomic,
     engine::{
         Engine,
-        ending::{Ending, millis},
+        ending::millis,
         leases::Owner,
         store::{Checkout, in_time},
     },
     error::{Error, ErrorKind},
     fingerprint::{Fingerprint, RECIPE_VERSION},
     key::IdempotencyKey,
+    lease::Lease,
     policy::Policy,
     postgres::keys::{self, NewClaim, Row, Takeover},
     scope::{KeyId, Scope, readable},
     snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
     telemetry::{self, Event},
+    transaction::Transaction,
 };
 
 /// How often a claim starts again after losing a race. Each time somebody else has won one, so that
@@ -54,6 +55,8 @@ impl Ask {
 pub(crate) enum Claim {
     /// Run the handler.
     Fresh(Lease),
+    /// Run the handler in this transaction.
+    Atomic(Box<Atomic>, Transaction),
     /// Send the stored answer.
     Replay(ResponseSnapshot),
     /// Somebody runs it; the lease ends in so long.
@@ -64,85 +67,6 @@ pub(crate) enum Claim {
     NewerVersion,
     /// It would have been claimed, but this process is going down.
     Draining,
-}
-
-/// A claim that is held: renewed in the background until it is ended by [`complete`](Self::complete)
-/// or [`release`](Self::release). Dropped before that, it releases the key in the background.
-#[derive(Debug)]
-pub(crate) struct Lease {
-    pub(crate) id: KeyId,
-    pub(crate) attempt: i32,
-    pub(crate) seed: [u8; 32],
-    owner: Owner,
-    policy: Arc<Policy>,
-    ending: Option<Ending>,
-    engine: EngineRef,
-}
-
-/// What became of an ending.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ended {
-    /// It is stored.
-    Landed,
-    /// Somebody else has the key.
-    Lost,
-    /// The store failed; it is being sent again in the background.
-    Later,
-}
-
-#[derive(Clone)]
-struct EngineRef(Arc<Engine>);
-
-impl std::fmt::Debug for EngineRef {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Engine")
-    }
-}
-
-impl Lease {
-    /// Ends the attempt with an answer that is kept.
-    pub(crate) async fn complete(self, snapshot: ResponseSnapshot) -> Ended {
-        self.end(Ending::Complete(snapshot)).await
-    }
-
-    /// Ends the attempt and gives the key back; the status says how the next one may use it.
-    pub(crate) async fn release(self, status: StatusCode) -> Ended {
-        telemetry::event(Event::Released, &self.id);
-        self.end(Ending::Release(Some(status))).await
-    }
-
-    async fn end(mut self, ending: Ending) -> Ended {
-        let engine = Arc::clone(&self.engine.0);
-        // From here on, whoever drops this future leaves the ending to the background.
-        self.ending = Some(ending.clone());
-        match engine.end(self.id, self.owner, &ending, &self.policy).await {
-            Ok(landed) => {
-                self.ending = None;
-                engine.leases.let_go(self.id, self.owner);
-                engine.waiters.wake(&self.id);
-                if landed { Ended::Landed } else { Ended::Lost }
-            }
-            Err(error) => {
-                telemetry::store_failed("an attempt could not be ended at once", &error);
-                Ended::Later
-            }
-        }
-    }
-}
-
-impl Lease {
-    /// Nothing was claimed.
-    fn disarm(mut self) {
-        self.ending = None;
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        if let Some(ending) = self.ending.take() {
-            self.engine.0.end_later(self.id, self.owner, ending, Arc::clone(&self.policy));
-        }
-    }
 }
 
 /// Claims the key of a request, or says why not.
@@ -165,12 +89,53 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
 /// `None`: there is no answer for it yet.
 pub(crate) async fn look_again(engine: &Engine, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
     let Some(row) = engine.look(&ask.id, policy).await? else { return Ok(None) };
-    Ok(match decide(&row, &ask.fingerprint, &[]) {
-        Decision::Replay | Decision::ReplayUncompared => Some(Claim::Replay(restore(row)?)),
-        Decision::KeyReused => Some(Claim::KeyReused),
-        Decision::NewerVersion => Some(Claim::NewerVersion),
-        Decision::Mine | Decision::Outstanding | Decision::TakeOver(_) => None,
-    })
+    match decide(&row, &ask.fingerprint, &[]) {
+        Decision::Mine | Decision::Outstanding | Decision::TakeOver(_) => Ok(None),
+        decision => told(decision, row, ask).map(Some),
+    }
+}
+
+/// What the table shows of a request to people who look.
+pub(crate) struct Columns {
+    tenant: Option<String>,
+    principal: Option<String>,
+    resource: String,
+}
+
+impl Columns {
+    pub(crate) fn of(ask: &Ask) -> Self {
+        Self {
+            tenant: ask.scope.tenant().map(readable),
+            principal: ask.scope.principal().map(readable),
+            resource: readable(ask.scope.resource()),
+        }
+    }
+
+    pub(crate) fn new_claim<'a>(
+        &'a self,
+        ask: &'a Ask,
+        owner: &'a [u8],
+        seed: &'a [u8],
+        policy: &Policy,
+    ) -> NewClaim<'a> {
+        NewClaim {
+            id: &ask.id.0,
+            domain: ask.scope.domain().as_str(),
+            tenant: self.tenant.as_deref(),
+            principal: self.principal.as_deref(),
+            resource: &self.resource,
+            key: ask.key.as_str(),
+            fingerprint: &ask.fingerprint.digest,
+            recipe: &ask.fingerprint.recipe.0,
+            recipe_version: RECIPE_VERSION,
+            owner,
+            seed,
+            lease_ms: millis(policy.lease),
+            retention_ms: policy.retention.map(millis),
+            lock_timeout_ms: millis(policy.lock_timeout()),
+            is_durable: policy.durable_claims,
+        }
+    }
 }
 
 /// One claim, however many statements it takes.
@@ -180,23 +145,13 @@ struct Attempt<'a> {
     policy: &'a Arc<Policy>,
     owner: Owner,
     seed: [u8; 32],
-    tenant: Option<String>,
-    principal: Option<String>,
-    resource: String,
+    columns: Columns,
 }
 
 impl<'a> Attempt<'a> {
     fn new(engine: &'a Arc<Engine>, ask: &'a Ask, policy: &'a Arc<Policy>) -> Self {
-        Self {
-            engine,
-            ask,
-            policy,
-            owner: rand::random(),
-            seed: rand::random(),
-            tenant: ask.scope.tenant().map(readable),
-            principal: ask.scope.principal().map(readable),
-            resource: readable(ask.scope.resource()),
-        }
+        let columns = Columns::of(ask);
+        Self { engine, ask, policy, owner: rand::random(), seed: rand::random(), columns }
     }
 
     async fn run(&self, unfinished: &mut Option<Lease>) -> Result<Claim, Error> {
@@ -240,6 +195,8 @@ impl<'a> Attempt<'a> {
                 None => continue,
                 Some(row) => match self.meet(conn, row, lease).await? {
                     Some(verdict) => return Ok(verdict),
+                    // Whoever had it locked still has.
+                    None if waited => Claim::Outstanding { lease_left: self.policy.lease },
                     None => continue,
                 },
             };
@@ -268,26 +225,19 @@ impl<'a> Attempt<'a> {
     /// What follows from a row that is there; `None`: it is another one by now.
     async fn meet(&self, conn: &mut Checkout, row: Row, lease: &mut Lease) -> Result<Option<Verdict>, Error> {
         self.engine.recent.remember(&self.ask.id);
-        let claim = match decide(&row, &self.ask.fingerprint, &self.owner) {
-            Decision::TakeOver(_) if self.engine.is_draining() => Claim::Draining,
+        let decision = decide(&row, &self.ask.fingerprint, &self.owner);
+        match decision {
+            Decision::TakeOver(_) if self.engine.is_draining() => Ok(Some(Verdict::Theirs(Claim::Draining))),
             Decision::TakeOver(how) => {
                 let ours = self.take_over(conn, &row, how, lease).await?;
-                return Ok(ours.then_some(Verdict::Ours));
+                Ok(ours.then_some(Verdict::Ours))
             }
             Decision::Mine => {
                 (lease.attempt, lease.seed) = (row.attempt, seed_of(&row)?);
-                return Ok(Some(Verdict::Ours));
+                Ok(Some(Verdict::Ours))
             }
-            Decision::Replay => Claim::Replay(restore(row)?),
-            Decision::ReplayUncompared => {
-                telemetry::event(Event::RecipeChanged, &self.ask.id);
-                Claim::Replay(restore(row)?)
-            }
-            Decision::Outstanding => Claim::Outstanding { lease_left: lease_left(&row) },
-            Decision::KeyReused => Claim::KeyReused,
-            Decision::NewerVersion => Claim::NewerVersion,
-        };
-        Ok(Some(Verdict::Theirs(claim)))
+            decision => told(decision, row, self.ask).map(|claim| Some(Verdict::Theirs(claim))),
+        }
     }
 
     async fn take_over(&self, conn: &mut Checkout, row: &Row, how: How, lease: &mut Lease) -> Result<bool, Error> {
@@ -298,7 +248,7 @@ impl<'a> Attempt<'a> {
             Takeover { seen_owner: &row.owner, seen_state: &row.state, attempt, seed: &seed, anew: !how.is_retry() };
         match keys::take_over(conn, &self.new_claim(), &over).await.map_err(Error::from) {
             Ok(true) => {
-                (lease.attempt, lease.seed) = (attempt, seed);
+                (lease.attempt, lease.seed, lease.is_durable) = (attempt, seed, true);
                 telemetry::event(how.event(), &self.ask.id);
                 Ok(true)
             }
@@ -317,34 +267,11 @@ impl<'a> Attempt<'a> {
     }
 
     fn lease(&self) -> Lease {
-        Lease {
-            id: self.ask.id,
-            attempt: 1,
-            seed: self.seed,
-            owner: self.owner,
-            policy: Arc::clone(self.policy),
-            ending: Some(Ending::Release(None)),
-            engine: EngineRef(Arc::clone(self.engine)),
-        }
+        Lease::new(self.ask.id, self.owner, self.seed, self.engine, self.policy)
     }
 
     fn new_claim(&self) -> NewClaim<'_> {
-        NewClaim {
-            id: &self.ask.id.0,
-            domain: self.ask.scope.domain().as_str(),
-            tenant: self.tenant.as_deref(),
-            principal: self.principal.as_deref(),
-            resource: &self.resource,
-            key: self.ask.key.as_str(),
-            fingerprint: &self.ask.fingerprint.digest,
-            recipe: &self.ask.fingerprint.recipe.0,
-            recipe_version: RECIPE_VERSION,
-            owner: &self.owner,
-            seed: &self.seed,
-            lease_ms: millis(self.policy.lease),
-            retention_ms: self.policy.retention.map(millis),
-            lock_timeout_ms: millis(self.policy.lock_timeout()),
-        }
+        self.columns.new_claim(self.ask, &self.owner, &self.seed, self.policy)
     }
 }
 
@@ -361,7 +288,7 @@ enum Inserted {
 
 /// What the table of the protocol says about a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Decision {
+pub(crate) enum Decision {
     /// An earlier try of this very claim has landed.
     Mine,
     Replay,
@@ -375,7 +302,7 @@ enum Decision {
 
 /// Why a row may be taken over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum How {
+pub(crate) enum How {
     /// It is as good as absent.
     Expired,
     /// Nothing was done: a corrected request may use the key.
@@ -403,7 +330,7 @@ impl How {
 
 /// The table: row by request. What cannot be compared is never taken for the same request, unless
 /// there is an answer to give.
-fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8]) -> Decision {
+pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8]) -> Decision {
     if row.expired {
         return Decision::TakeOver(How::Expired);
     }
@@ -424,6 +351,22 @@ fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8]) -> Decision {
         "released" if !comparable => Decision::Outstanding,
         _ => Decision::KeyReused,
     }
+}
+
+/// What somebody is told who does not get the key.
+pub(crate) fn told(decision: Decision, row: Row, ask: &Ask) -> Result<Claim, Error> {
+    Ok(match decision {
+        Decision::Replay => Claim::Replay(restore(row)?),
+        Decision::ReplayUncompared => {
+            telemetry::event(Event::RecipeChanged, &ask.id);
+            Claim::Replay(restore(row)?)
+        }
+        Decision::KeyReused => Claim::KeyReused,
+        Decision::NewerVersion => Claim::NewerVersion,
+        Decision::Outstanding | Decision::Mine | Decision::TakeOver(_) => {
+            Claim::Outstanding { lease_left: lease_left(&row) }
+        }
+    })
 }
 
 fn restore(row: Row) -> Result<ResponseSnapshot, Error> {

@@ -28,6 +28,8 @@ pub enum ErrorKind {
     Timeout,
     /// 40001: another transaction was first. Trying again is right.
     Serialization,
+    /// Class 23: a unique, foreign key, check, not-null or exclusion constraint.
+    Constraint,
     /// The database is read-only, a replica for example.
     ReadOnly,
     /// The table is missing or not the one this version needs.
@@ -94,6 +96,15 @@ impl From<QueryError> for Error {
         let kind = match &error {
             QueryError::DatabaseError(D::SerializationFailure, _) => ErrorKind::Serialization,
             QueryError::DatabaseError(D::ReadOnlyTransaction, _) => ErrorKind::ReadOnly,
+            QueryError::DatabaseError(
+                D::UniqueViolation
+                | D::ForeignKeyViolation
+                | D::RestrictViolation
+                | D::NotNullViolation
+                | D::CheckViolation
+                | D::ExclusionViolation,
+                _,
+            ) => ErrorKind::Constraint,
             QueryError::DatabaseError(D::ClosedConnection | D::UnableToSendCommand, _)
             | QueryError::BrokenTransactionManager => ErrorKind::Connection,
             _ => ErrorKind::Database,

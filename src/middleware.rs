@@ -3,10 +3,11 @@
 use std::{
     fmt,
     future::{Ready, ready},
+    num::NonZeroUsize,
     panic::AssertUnwindSafe,
     rc::Rc,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use actix_web::{
@@ -14,27 +15,27 @@ use actix_web::{
     body::{BoxBody, EitherBody, MessageBody},
     dev::{Service, ServiceRequest, ServiceResponse, Transform, forward_ready},
     error::InternalError,
-    http::StatusCode,
     web::Data,
 };
 use futures_util::{FutureExt, future::LocalBoxFuture};
 use tokio::time::{Instant as Clock, timeout, timeout_at};
-use tracing::{Instrument, Span};
+use tracing::Instrument;
 
 use crate::{
-    body, check,
-    claim::{self, Ask, Claim, Ended, Lease},
+    atomic, body, check,
+    claim::{self, Ask, Claim},
     drain::Drain,
-    engine::Engine,
+    engine::{Engine, Seat},
     error::Error,
-    extract::{self, IdemKey, Verdict},
+    extract::{self, IdemKey, Slot},
     fingerprint::Fingerprint,
     key::IdempotencyKey,
+    lease::Ended,
     policy::{OnOutstanding, Policy},
     postgres::PgPool,
     refusal::{Code, Refusal},
     scope::Scope,
-    snapshot::{self, Buffered, ResponseSnapshot},
+    settle::{Case, Hold, settle_keyless},
     telemetry::{self, Event},
 };
 
@@ -125,6 +126,16 @@ impl Idempotency {
     #[must_use]
     pub fn without_sweeper(self) -> Self {
         self.engine.iter().for_each(|engine| engine.never_sweep());
+        self
+    }
+
+    /// How many requests may hold a connection for as long as their handlers run, for
+    /// [`IdemTx`](crate::IdemTx) and under [`Policy::atomic`]; more wait their turn, at most
+    /// [`Policy::store_timeout`]. One number for the pool, however many engines share it. Default: all
+    /// connections but one, so that claims, and handlers that take a second connection, find one.
+    #[must_use]
+    pub fn max_transactions(self, transactions: NonZeroUsize) -> Self {
+        self.engine.iter().for_each(|engine| engine.holders.set_limit(transactions.get()));
         self
     }
 
@@ -220,8 +231,11 @@ where
         let service = Rc::clone(&self.service);
         async move {
             match prepare(&engine, &policy, &mut request).await {
-                Ok(Some(ask)) => Rc::new(Protected::new(service, engine, policy, ask)).answer(request).await,
-                Ok(None) => service.call(request).await.map(untouched),
+                Ok(Some(ask)) => {
+                    let case = Case::new(engine, policy, ask);
+                    Rc::new(Protected { service, case }).answer(request).await
+                }
+                Ok(None) => keyless(&service, &engine, &policy, request).await,
                 Err(refusal) => Ok(refuse(request, refusal.documented(policy.documentation.as_ref()))),
             }
         }
@@ -235,7 +249,6 @@ async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest)
         if policy.key_required {
             return Err(Code::KeyMissing.into());
         }
-        extract::mark_keyless(request);
         return Ok(None);
     };
     let scope = Scope::of(request.request(), policy)?;
@@ -250,14 +263,26 @@ async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest)
     Ok(Some(Ask::new(key, scope, fingerprint)))
 }
 
+/// Without a key nothing is claimed; a handler that takes `IdemTx` has a transaction all the same.
+async fn keyless<S, B>(
+    service: &S,
+    engine: &Arc<Engine>,
+    policy: &Arc<Policy>,
+    request: ServiceRequest,
+) -> ActixResult<Response<B>>
+where
+    S: Service<ServiceRequest, Response = ServiceResponse<B>, Error = ActixError>,
+{
+    let slot = Slot::lazy(engine, policy, None);
+    extract::mark(&request, None, slot.clone());
+    let (request, response) = service.call(request).await?.into_parts();
+    Ok(ServiceResponse::new(request, settle_keyless(policy, &slot, response).await))
+}
+
 /// A request that has a key, on its way from the claim to the answer.
 struct Protected<S> {
     service: Rc<S>,
-    engine: Arc<Engine>,
-    policy: Arc<Policy>,
-    ask: Ask,
-    span: Span,
-    began: Instant,
+    case: Case,
 }
 
 /// What came of one look at the key.
@@ -271,20 +296,16 @@ where
     S: Service<ServiceRequest, Response = ServiceResponse<B>, Error = ActixError> + 'static,
     B: MessageBody + 'static,
 {
-    fn new(service: Rc<S>, engine: Arc<Engine>, policy: Arc<Policy>, ask: Ask) -> Self {
-        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint);
-        Self { service, engine, policy, ask, span, began: Instant::now() }
-    }
-
     /// Takes turns until there is an answer, or the wait for one is over.
     async fn answer(self: Rc<Self>, mut request: ServiceRequest) -> ActixResult<Response<B>> {
-        let give_up = Clock::now() + self.policy.patience();
-        let mut seat = None;
+        let Case { engine, policy, .. } = &self.case;
+        let give_up = Clock::now() + policy.patience();
+        let mut seat: Option<Seat> = None;
         loop {
-            if self.engine.tasks.len() >= self.policy.max_running {
-                return Ok(self.refuse(request, Code::Busy.into()));
+            if engine.tasks.len() >= policy.max_running {
+                return Ok(answered(request, self.case.refusal(Code::Busy.into())));
             }
-            let woken = seat.as_ref().map(|seat: &crate::engine::Seat| seat.woken());
+            let woken = seat.as_ref().map(Seat::woken);
             let lease_left = match Rc::clone(&self).spawn(request).await? {
                 Turn::Answered(response) => return Ok(response),
                 Turn::Outstanding(back, lease_left) => {
@@ -301,25 +322,26 @@ where
                 }
             };
             if !waits_on {
-                return Ok(self.outstanding(request, lease_left));
+                return Ok(answered(request, self.case.outstanding(lease_left)));
             }
         }
     }
 
-    fn sit(&self) -> Option<crate::engine::Seat> {
-        match self.policy.on_outstanding {
+    fn sit(&self) -> Option<Seat> {
+        let Case { engine, policy, ask, .. } = &self.case;
+        match policy.on_outstanding {
             OnOutstanding::Conflict => None,
             OnOutstanding::Wait(_) => {
-                telemetry::event(Event::Waited, &self.ask.id);
-                self.engine.waiters.sit(self.ask.id, self.policy.max_waiting)
+                telemetry::event(Event::Waited, &ask.id);
+                engine.waiters.sit(ask.id, policy)
             }
         }
     }
 
     /// From the claim on in a task of its own: a client that hangs up does not stop half-done work.
     async fn spawn(self: Rc<Self>, request: ServiceRequest) -> ActixResult<Turn<B>> {
-        let engine = Arc::clone(&self.engine);
-        let span = self.span.clone();
+        let engine = Arc::clone(&self.case.engine);
+        let span = self.case.span.clone();
         let turn = engine.tasks.track_future(self.turn(request).instrument(span));
         match actix_web::rt::spawn(turn).await {
             Ok(turn) => turn,
@@ -329,152 +351,67 @@ where
     }
 
     async fn turn(self: Rc<Self>, request: ServiceRequest) -> ActixResult<Turn<B>> {
-        let refusal = match claim::claim(&self.engine, &self.ask, &self.policy).await {
-            Ok(Claim::Fresh(lease)) => return self.run(lease, request).await.map(Turn::Answered),
-            Ok(Claim::Outstanding { lease_left }) => return Ok(Turn::Outstanding(request, lease_left)),
-            Ok(Claim::Replay(snapshot)) => {
-                return Ok(Turn::Answered(request.into_response(self.replay(snapshot)).map_into_right_body()));
-            }
-            Ok(Claim::KeyReused) => self.key_reused(),
-            Ok(Claim::NewerVersion) => Code::NewerVersion.into(),
-            Ok(Claim::Draining) => Code::ShuttingDown.into(),
-            Err(error) => self.unavailable(&error),
+        let Case { engine, policy, ask, .. } = &self.case;
+        let claim = if policy.is_atomic {
+            atomic::claim(engine, ask, policy).await
+        } else {
+            claim::claim(engine, ask, policy).await
         };
-        Ok(Turn::Answered(self.refuse(request, refusal)))
+        let answer = match claim {
+            Ok(Claim::Fresh(lease)) => {
+                let key = IdemKey::leased(ask, &lease, engine, policy);
+                let slot = Slot::lazy(engine, policy, Some(&lease));
+                return self.run(Hold::Lease(lease), key, slot, request).await.map(Turn::Answered);
+            }
+            Ok(Claim::Atomic(atomic, transaction)) => {
+                let key = IdemKey::atomic(ask);
+                let slot = Slot::ready(engine, policy, transaction);
+                return self.run(Hold::Atomic(atomic), key, slot, request).await.map(Turn::Answered);
+            }
+            Ok(Claim::Outstanding { lease_left }) => return Ok(Turn::Outstanding(request, lease_left)),
+            Ok(Claim::Replay(snapshot)) => self.case.replay(snapshot),
+            Ok(Claim::KeyReused) => self.case.key_reused(),
+            Ok(Claim::NewerVersion) => self.case.refusal(Code::NewerVersion.into()),
+            Ok(Claim::Draining) => self.case.refusal(Code::ShuttingDown.into()),
+            Err(error) => self.case.unavailable(&error),
+        };
+        Ok(Turn::Answered(answered(request, answer)))
     }
 
     /// Your handler, and what becomes of its answer.
-    async fn run(&self, lease: Lease, request: ServiceRequest) -> ActixResult<Response<B>> {
-        self.span.record("attempt", lease.attempt);
-        let key = IdemKey::new(&self.ask, &lease);
-        extract::mark_claimed(&request, key.clone());
+    async fn run(&self, hold: Hold, key: IdemKey, slot: Slot, request: ServiceRequest) -> ActixResult<Response<B>> {
+        let Case { policy, ask, span, .. } = &self.case;
+        span.record("attempt", key.attempt());
+        extract::mark(&request, Some(key.clone()), slot.clone());
         let handler = AssertUnwindSafe(async { self.service.call(request).await }).catch_unwind();
-        let outcome = timeout(self.policy.run_limit(), handler).await;
-        match outcome {
+        let outcome = timeout(policy.run_limit(), handler).await;
+        let (event, code) = match outcome {
             Ok(Ok(Ok(response))) => {
                 let (request, response) = response.into_parts();
-                let response = self.settle(lease, &key, response).await;
-                Ok(ServiceResponse::new(request, response))
+                let response = self.case.settle(hold, &key, &slot, response).await;
+                return Ok(ServiceResponse::new(request, response));
             }
             Ok(Ok(Err(error))) => {
-                let response = self.settle(lease, &key, error.error_response()).await;
-                Err(InternalError::from_response(error, response.map_into_boxed_body()).into())
+                let response = self.case.settle(hold, &key, &slot, error.error_response()).await;
+                return Err(InternalError::from_response(error, response.map_into_boxed_body()).into());
             }
-            Ok(Err(_panic)) => {
-                telemetry::event(Event::Panicked, &self.ask.id);
-                self.fail(lease, Code::HandlerPanicked).await
-            }
-            Err(_elapsed) => {
-                telemetry::event(Event::Aborted, &self.ask.id);
-                self.fail(lease, Code::OutcomeUnknown).await
-            }
-        }
-    }
-
-    /// There is no answer: the handler's future is gone, and the request with it.
-    async fn fail(&self, lease: Lease, code: Code) -> ActixResult<Response<B>> {
-        lease.release(code.status()).await;
-        self.report(code.as_str());
-        Err(Refusal::new(code).documented(self.policy.documentation.as_ref()).into())
-    }
-
-    /// Captured, completed or released, and only then sent.
-    async fn settle<C>(&self, lease: Lease, key: &IdemKey, mut response: HttpResponse<C>) -> HttpResponse<EitherBody<C>>
-    where
-        C: MessageBody + 'static,
-    {
-        snapshot::remove_markers(response.headers_mut(), &self.policy);
-        let status = response.status();
-        let verdict = key.verdict(status, &self.policy);
-        let (head, body) = response.into_parts();
-        let (stored, sent) = match verdict {
-            Verdict::Release => return self.give_back(lease, status, head.set_body(EitherBody::left(body))).await,
-            Verdict::KeepWithoutBody => (None, EitherBody::left(body)),
-            Verdict::Keep => match snapshot::buffer(body, head.headers(), &self.policy).await {
-                Buffered::Empty(body) => (Some(Default::default()), EitherBody::left(body)),
-                Buffered::Whole(bytes) => (Some(bytes.clone()), EitherBody::right(BoxBody::new(bytes))),
-                Buffered::Untouched(body) => (None, EitherBody::left(body)),
-                Buffered::Streaming(body) => (None, EitherBody::right(body)),
-                Buffered::Failed(error) => {
-                    telemetry::body_failed(&*error);
-                    let refusal = Refusal::new(Code::BodyFailed).documented(self.policy.documentation.as_ref());
-                    let response = refusal.error_response().map_into_right_body();
-                    return self.give_back(lease, StatusCode::INTERNAL_SERVER_ERROR, response).await;
-                }
-            },
+            Ok(Err(_panic)) => (Event::Panicked, Code::HandlerPanicked),
+            Err(_elapsed) => (Event::Aborted, Code::OutcomeUnknown),
         };
-        let snapshot = ResponseSnapshot::capture(status, head.headers(), stored, &self.policy);
-        match lease.complete(snapshot).await {
-            Ended::Landed | Ended::Later => {
-                self.report("fresh");
-                head.set_body(sent)
-            }
-            Ended::Lost => self.overtaken().await.map_into_right_body(),
+        // There is no answer: the handler's future is gone, and the request with it.
+        telemetry::event(event, &ask.id);
+        drop(slot.close());
+        let refusal = Refusal::new(code).documented(policy.documentation.as_ref());
+        if hold.give_back(code.status()).await == Ended::Lost {
+            return Err(InternalError::from_response(refusal, self.case.overtaken().await).into());
         }
+        self.case.report(code.as_str());
+        Err(refusal.into())
     }
+}
 
-    async fn give_back<C>(
-        &self,
-        lease: Lease,
-        status: StatusCode,
-        response: HttpResponse<EitherBody<C>>,
-    ) -> HttpResponse<EitherBody<C>> {
-        match lease.release(status).await {
-            Ended::Landed | Ended::Later => {
-                self.report("released");
-                response
-            }
-            Ended::Lost => self.overtaken().await.map_into_right_body(),
-        }
-    }
-
-    /// Somebody else has the key: what they stored is the answer.
-    async fn overtaken(&self) -> HttpResponse<BoxBody> {
-        telemetry::event(Event::LeaseLost, &self.ask.id);
-        let refusal = match claim::look_again(&self.engine, &self.ask, &self.policy).await {
-            Ok(Some(Claim::Replay(snapshot))) => return self.replay(snapshot),
-            Ok(Some(Claim::KeyReused)) => self.key_reused(),
-            Ok(Some(Claim::NewerVersion)) => Code::NewerVersion.into(),
-            Ok(_) => Code::LeaseLost.into(),
-            Err(error) => {
-                telemetry::store_failed("an attempt was overtaken, and by what is unknown", &error);
-                Code::OutcomeUnknown.into()
-            }
-        };
-        self.report(refusal.code().as_str());
-        refusal.documented(self.policy.documentation.as_ref()).error_response()
-    }
-
-    fn replay(&self, snapshot: ResponseSnapshot) -> HttpResponse<BoxBody> {
-        telemetry::event(Event::Replayed, &self.ask.id);
-        self.report("replayed");
-        snapshot.replay(&self.policy)
-    }
-
-    fn key_reused(&self) -> Refusal {
-        telemetry::event(Event::KeyReused, &self.ask.id);
-        Code::KeyReused.into()
-    }
-
-    fn unavailable(&self, error: &Error) -> Refusal {
-        telemetry::store_failed("a request could not be claimed", error);
-        Code::StoreUnavailable.into()
-    }
-
-    fn outstanding(&self, request: ServiceRequest, lease_left: Duration) -> Response<B> {
-        telemetry::event(Event::Outstanding, &self.ask.id);
-        let wait = self.policy.retry_after.min(lease_left);
-        self.refuse(request, Refusal::new(Code::Outstanding).retry_after(wait))
-    }
-
-    fn refuse(&self, request: ServiceRequest, refusal: Refusal) -> Response<B> {
-        self.report(refusal.code().as_str());
-        refuse(request, refusal.documented(self.policy.documentation.as_ref()))
-    }
-
-    fn report(&self, outcome: &str) {
-        telemetry::outcome(&self.span, outcome, self.began);
-    }
+fn answered<B>(request: ServiceRequest, answer: HttpResponse<BoxBody>) -> Response<B> {
+    request.into_response(answer).map_into_right_body()
 }
 
 fn refuse<B>(request: ServiceRequest, refusal: Refusal) -> Response<B> {

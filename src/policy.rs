@@ -13,7 +13,7 @@ use actix_web::{
     http::{Method, StatusCode, header::HeaderName},
 };
 
-use crate::{fingerprint::Recipe, header, keep::Keep};
+use crate::{fingerprint::Recipe, header, isolation::Isolation, keep::Keep};
 
 /// How long an answer is kept, and its key with it, from its completion: a day, as Stripe keeps a key
 /// at least and most others do: long enough for a retry on the next morning's shift.
@@ -46,9 +46,14 @@ pub const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
 /// seconds, longer than a failover within a healthy network, shorter than a client's patience.
 pub const DEFAULT_STORE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long a transaction may be idle before Postgres ends it: thirty seconds, as the lease, so that
+/// the locks of an owner that has stalled or been cut off go away when its key does.
+pub const DEFAULT_IDLE_IN_TRANSACTION: Duration = Duration::from_secs(30);
+
 /// The shortest lease: three renewals fit in, of which one may be late.
 pub const MIN_LEASE: Duration = Duration::from_millis(100);
 
+type Settings = Vec<(String, String)>;
 type Closure<T> = Arc<dyn Fn(&HttpRequest) -> T + Send + Sync>;
 
 /// What a request gets whose key is outstanding.
@@ -112,6 +117,11 @@ pub struct Policy {
     pub(crate) response_limit: usize,
     pub(crate) body_timeout: Duration,
     pub(crate) store_timeout: Duration,
+    pub(crate) is_atomic: bool,
+    pub(crate) durable_claims: bool,
+    pub(crate) isolation: Isolation,
+    pub(crate) idle_in_transaction: Duration,
+    pub(crate) set_local: Option<Closure<Settings>>,
     pub(crate) stream_timeout: Duration,
     pub(crate) max_running: usize,
     pub(crate) max_waiting: usize,
@@ -145,6 +155,11 @@ impl Policy {
             response_limit: DEFAULT_RESPONSE_LIMIT,
             body_timeout: DEFAULT_BODY_TIMEOUT,
             store_timeout: DEFAULT_STORE_TIMEOUT,
+            is_atomic: false,
+            durable_claims: false,
+            isolation: Isolation::Default,
+            idle_in_transaction: DEFAULT_IDLE_IN_TRANSACTION,
+            set_local: None,
             stream_timeout: DEFAULT_STREAM_TIMEOUT,
             max_running: DEFAULT_MAX_RUNNING,
             max_waiting: DEFAULT_MAX_WAITING,
@@ -387,6 +402,79 @@ impl Policy {
         self
     }
 
+    /// For handlers whose only effects are what they write through [`IdemTx`](crate::IdemTx): the whole
+    /// request is one transaction. No claim is written first and no lease kept: one commit, one row
+    /// version, and a process that is killed frees its key when its connection ends.
+    ///
+    /// While it runs, other requests with the key get 409, or wait, whatever they ask for: what it asks
+    /// for cannot be seen before it commits. An answer of 400 and more leaves no row, unless
+    /// [`keep`](Self::keep) keeps it. The connection is held from the claim on, by at most
+    /// [`Idempotency::max_transactions`](crate::Idempotency::max_transactions) requests at a time.
+    /// [`IdemKey::derive`](crate::IdemKey::derive) is refused: it is for effects outside the database.
+    #[must_use]
+    pub fn atomic(mut self) -> Self {
+        self.is_atomic = true;
+        self
+    }
+
+    /// Waits for the disk when a key is claimed. Default: no, which saves the handler one flush; a claim
+    /// that a crash of the *database* loses, within its `wal_writer_delay` or so, leaves the key free
+    /// while its handler may still be running. Nothing that is answered depends on it: a completion
+    /// is always durable, and carries its claim with it. Neither does [`IdemKey`](crate::IdemKey): its
+    /// extraction waits for the disk, so that derived keys survive. Say this where handlers act
+    /// outside the database without either.
+    #[must_use]
+    pub fn durable_claims(mut self) -> Self {
+        self.durable_claims = true;
+        self
+    }
+
+    /// The isolation level of [`IdemTx`](crate::IdemTx). Default: what the server says.
+    #[must_use]
+    pub fn isolation(mut self, isolation: Isolation) -> Self {
+        self.isolation = isolation;
+        self
+    }
+
+    /// How long a transaction may be idle before Postgres ends it
+    /// (`idle_in_transaction_session_timeout`, for it alone). Default: [`DEFAULT_IDLE_IN_TRANSACTION`].
+    ///
+    /// # Panics
+    ///
+    /// Below ten milliseconds and beyond 24 days, Postgres' own limit.
+    #[track_caller]
+    #[must_use]
+    pub fn idle_in_transaction(mut self, timeout: Duration) -> Self {
+        let max = Duration::from_millis(i32::MAX.unsigned_abs().into());
+        assert!(
+            (Duration::from_millis(10)..=max).contains(&timeout),
+            "Policy::idle_in_transaction: {timeout:?} is not between 10 ms and 24 days"
+        );
+        self.idle_in_transaction = timeout;
+        self
+    }
+
+    /// Settings for [`IdemTx`](crate::IdemTx), as by `SET LOCAL`: for row-level security, for example.
+    /// They end with the transaction; `role` and `search_path` are set back before the answer is
+    /// stored. A name or value that Postgres refuses makes the extraction fail.
+    ///
+    /// ```
+    /// use actix_idempotency::Policy;
+    ///
+    /// let policy = Policy::new().set_local(|req| {
+    ///     let tenant = req.headers().get("x-tenant").and_then(|value| value.to_str().ok()).unwrap_or("");
+    ///     vec![("app.tenant".to_owned(), tenant.to_owned())]
+    /// });
+    /// ```
+    #[must_use]
+    pub fn set_local(
+        mut self,
+        settings: impl Fn(&HttpRequest) -> Vec<(String, String)> + Send + Sync + 'static,
+    ) -> Self {
+        self.set_local = Some(Arc::new(settings));
+        self
+    }
+
     /// How many protected requests may run at once in this process, counted over all policies; beyond
     /// it 503 `busy`. Default: [`DEFAULT_MAX_RUNNING`].
     #[must_use]
@@ -485,6 +573,10 @@ impl Policy {
         self.keep.keeps(status)
     }
 
+    pub(crate) fn settings(&self, request: &HttpRequest) -> Settings {
+        self.set_local.as_ref().map(|settings| settings(request)).unwrap_or_default()
+    }
+
     /// How long a request waits for another's answer.
     pub(crate) fn patience(&self) -> Duration {
         match self.on_outstanding {
@@ -517,6 +609,7 @@ impl fmt::Debug for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Policy")
             .field("methods", &self.methods)
+            .field("atomic", &self.is_atomic)
             .field("key_required", &self.key_required)
             .field("retention", &self.retention)
             .field("lease", &self.lease)

@@ -1,11 +1,11 @@
 //! A pool that suits this crate.
 
-use std::{num::NonZeroU32, time::Duration};
+use std::{future::ready, num::NonZeroU32, time::Duration};
 
-use diesel::{ConnectionError, ConnectionResult};
+use diesel::{ConnectionError, ConnectionResult, result::Error as QueryError};
 use diesel_async::{
     AsyncPgConnection,
-    pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, RecyclingMethod},
+    pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, PoolableConnection, RecyclingMethod},
 };
 use futures_util::FutureExt;
 use tokio_postgres::{Config, NoTls, config::SslMode};
@@ -104,7 +104,11 @@ impl PoolBuilder {
         let Url(url) = self.url;
         parse(&url)?;
         let mut config = ManagerConfig::default();
-        config.recycling_method = RecyclingMethod::Fast;
+        // Looks, and asks nobody: the socket may be closed.
+        config.recycling_method = RecyclingMethod::CustomFunction(Box::new(|conn: &mut AsyncPgConnection| {
+            let alive = if conn.is_broken() { Err(QueryError::BrokenTransactionManager) } else { Ok(()) };
+            ready(alive).boxed()
+        }));
         config.custom_setup = Box::new(|url| {
             let url = url.to_owned();
             let connecting = background::handle().spawn(async move { connect(&url).await });
@@ -113,7 +117,7 @@ impl PoolBuilder {
         Ok(PgPool::builder()
             .max_size(self.size.get())
             .connection_timeout(self.timeout)
-            .test_on_check_out(false)
+            .test_on_check_out(true)
             .build_unchecked(AsyncDieselConnectionManager::new_with_config(url, config)))
     }
 }
@@ -125,8 +129,14 @@ pub(crate) async fn connect(url: &str) -> ConnectionResult<AsyncPgConnection> {
     #[cfg(feature = "rustls")]
     if config.get_ssl_mode() != SslMode::Disable {
         let tls = tls::connector().map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
-        let (client, connection) = config.connect(tls).await.map_err(bad)?;
-        return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
+        match config.connect(tls).await {
+            Ok((client, connection)) => {
+                return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
+            }
+            // The default: without TLS rather than not at all, as libpq has it.
+            Err(error) if config.get_ssl_mode() == SslMode::Prefer && error.as_db_error().is_none() => {}
+            Err(error) => return Err(bad(error)),
+        }
     }
     let (client, connection) = config.connect(NoTls).await.map_err(bad)?;
     AsyncPgConnection::try_from_client_and_connection(client, connection).await

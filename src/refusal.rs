@@ -10,10 +10,14 @@
 //! | 408 | `body-timeout` | the body did not arrive in time | |
 //! | 409 | `outstanding` | the first request still runs | yes |
 //! | 409 | `lease-lost` | this attempt was overtaken by another | yes |
+//! | 409 | `serialization` | the transaction lost against another one (40001) | yes |
+//! | 409 | `constraint-violated` | a deferred constraint failed at COMMIT | |
 //! | 413 | `body-too-large` | the body is over the request limit | |
 //! | 422 | `key-reused` | same key, other request | |
 //! | 500 | `handler-panicked` | the handler panicked; the key is released | |
 //! | 500 | `body-failed` | the body of the answer failed before it was kept; the key is released | |
+//! | 500 | `transaction-aborted` | the handler swallowed the error of a statement; rolled back | |
+//! | 500 | `transaction-misused` | see [`IdemTx`](crate::IdemTx); what it has committed by itself stays, and is not run again | |
 //! | 500 | `misconfigured` | the service is set up wrong; its log says how | |
 //! | 503 | `store-unavailable` | no store, no execution | yes |
 //! | 503 | `busy` | too many requests run already | yes |
@@ -21,8 +25,8 @@
 //! | 503 | `newer-version` | the row was written by a newer version of this crate | yes |
 //! | 503 | `outcome-unknown` | it may have been executed: retry with the same key | yes |
 //!
-//! Nothing is executed for any of them but `lease-lost`, `handler-panicked`, `body-failed` and
-//! `outcome-unknown`.
+//! Nothing was executed for any of them but `lease-lost`, `handler-panicked`, `body-failed`,
+//! `transaction-misused` and `outcome-unknown`, or it was rolled back.
 //! SQL, hosts and causes go to the log, never into a body.
 
 use std::{fmt, sync::Arc, time::Duration};
@@ -30,11 +34,14 @@ use std::{fmt, sync::Arc, time::Duration};
 use actix_web::{
     HttpResponse, ResponseError,
     body::BoxBody,
-    http::{StatusCode, header},
+    http::{
+        StatusCode,
+        header::{self, HeaderValue},
+    },
 };
 use serde::Serialize;
 
-use crate::key::InvalidKey;
+use crate::{key::InvalidKey, snapshot::ResponseSnapshot};
 
 /// The stable `code` of a refusal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -54,6 +61,10 @@ pub enum Code {
     Outstanding,
     /// 409: this attempt was overtaken by another.
     LeaseLost,
+    /// 409: the transaction lost against another one.
+    Serialization,
+    /// 409: a deferred constraint failed at COMMIT.
+    ConstraintViolated,
     /// 413: the body is over the request limit.
     BodyTooLarge,
     /// 422: same key, other request.
@@ -62,6 +73,10 @@ pub enum Code {
     HandlerPanicked,
     /// 500: the body of the answer failed before it was kept.
     BodyFailed,
+    /// 500: the handler swallowed the error of a statement.
+    TransactionAborted,
+    /// 500: the handler left its transaction as it must not.
+    TransactionMisused,
     /// 500: the service is set up wrong.
     Misconfigured,
     /// 503: no store, no execution.
@@ -116,6 +131,10 @@ impl Code {
                 "The first request with this key still runs. Retry with the same key to get its answer."),
             Self::LeaseLost => ("lease-lost", S::CONFLICT, "Another attempt has taken over this Idempotency-Key",
                 "This attempt took longer than its lease. Retry with the same key to get the answer of the other one."),
+            Self::Serialization => ("serialization", S::CONFLICT, "Another transaction was first",
+                "Nothing was done; retry with the same key."),
+            Self::ConstraintViolated => ("constraint-violated", S::CONFLICT, "A constraint was violated",
+                "Nothing was done: the request contradicts what is stored."),
             Self::BodyTooLarge => ("body-too-large", S::PAYLOAD_TOO_LARGE, "The request body is too large",
                 "Nothing was done."),
             Self::KeyReused => ("key-reused", S::UNPROCESSABLE_ENTITY, "Idempotency-Key is already used",
@@ -124,6 +143,10 @@ impl Code {
                 "The request failed and its key is free: retry with the same key."),
             Self::BodyFailed => ("body-failed", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The answer could not be produced and its key is free: retry with the same key."),
+            Self::TransactionAborted => ("transaction-aborted", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The request failed, nothing was done, and its key is free: retry with the same key."),
+            Self::TransactionMisused => ("transaction-misused", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The request failed; the log of the service says why."),
             Self::Misconfigured => ("misconfigured", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The service is set up wrong. Nothing was done."),
             Self::StoreUnavailable => ("store-unavailable", S::SERVICE_UNAVAILABLE, "Service unavailable",
@@ -157,8 +180,9 @@ pub struct Refusal {
 
 impl Refusal {
     pub(crate) fn new(code: Code) -> Self {
-        let retry_after = (code.status() == StatusCode::SERVICE_UNAVAILABLE || code == Code::LeaseLost)
-            .then_some(Duration::from_secs(1));
+        let retry_after = (code.status() == StatusCode::SERVICE_UNAVAILABLE
+            || matches!(code, Code::LeaseLost | Code::Serialization))
+        .then_some(Duration::from_secs(1));
         Self { code, detail: None, retry_after, documentation: None }
     }
 
@@ -171,6 +195,16 @@ impl Refusal {
     pub(crate) fn documented(mut self, link: Option<&Arc<str>>) -> Self {
         self.documentation = link.cloned();
         self
+    }
+
+    fn problem(&self) -> Problem<'_> {
+        Problem {
+            r#type: self.documentation.as_deref().unwrap_or("about:blank"),
+            title: self.code.title(),
+            status: self.code.status().as_u16(),
+            detail: self.detail.as_deref().unwrap_or(self.code.detail()),
+            code: self.code.as_str(),
+        }
     }
 
     /// What is refused.
@@ -202,6 +236,16 @@ impl fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
+/// A refusal that is kept: what was done must not be done again.
+pub(crate) fn snapshot(code: Code) -> ResponseSnapshot {
+    let refusal = Refusal::new(code);
+    ResponseSnapshot::json(code.status(), &refusal.problem())
+        .map(|snapshot| snapshot.with_content_type(PROBLEM_JSON))
+        .unwrap_or_else(|_| ResponseSnapshot::new(code.status()))
+}
+
+const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
+
 /// RFC 9457, section 3, with `code` as the extension that programs read.
 #[derive(Serialize)]
 struct Problem<'a> {
@@ -218,16 +262,10 @@ impl ResponseError for Refusal {
     }
 
     fn error_response(&self) -> HttpResponse<BoxBody> {
-        let problem = Problem {
-            r#type: self.documentation.as_deref().unwrap_or("about:blank"),
-            title: self.code.title(),
-            status: self.code.status().as_u16(),
-            detail: self.detail.as_deref().unwrap_or(self.code.detail()),
-            code: self.code.as_str(),
-        };
+        let problem = self.problem();
         let mut response = HttpResponse::build(self.code.status());
         response
-            .content_type("application/problem+json")
+            .content_type(PROBLEM_JSON)
             .insert_header((header::CONTENT_LANGUAGE, "en"))
             .insert_header((header::CACHE_CONTROL, "no-store"));
         if let Some(link) = &self.documentation {

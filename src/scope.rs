@@ -146,6 +146,13 @@ pub(crate) fn readable(value: &str) -> String {
 pub(crate) struct KeyId(pub(crate) [u8; 32]);
 
 impl KeyId {
+    /// The number of its lock under `Policy::atomic()`: the first 64 bits.
+    pub(crate) fn lock(&self) -> i64 {
+        let mut first = [0; 8];
+        first.copy_from_slice(&self.0[..8]);
+        i64::from_be_bytes(first)
+    }
+
     /// The first bytes, by which a log line finds its row:
     /// `where encode(id, 'hex') like '…%'`.
     pub(crate) fn prefix(&self) -> String {

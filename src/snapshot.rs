@@ -11,7 +11,7 @@ use std::{
 };
 
 use actix_web::{
-    HttpResponse,
+    HttpRequest, HttpResponse, Responder,
     body::{BodySize, BoxBody, MessageBody},
     http::{
         StatusCode,
@@ -20,6 +20,7 @@ use actix_web::{
     web::{Bytes, BytesMut},
 };
 use futures_util::FutureExt;
+use serde::Serialize;
 use tokio::time::{Instant, timeout_at};
 
 use crate::{
@@ -30,6 +31,8 @@ use crate::{
 /// Raised whenever a snapshot means something else; a row with a higher one was written by a newer
 /// version of this crate.
 pub(crate) const SNAPSHOT_VERSION: i16 = 1;
+
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
 /// The kept answer: status, headers in their order and repetition, and the bytes of the body, unless
 /// it was too large or a stream: then it is marked omitted.
@@ -46,6 +49,59 @@ pub struct ResponseSnapshot {
 }
 
 impl ResponseSnapshot {
+    /// An answer without headers and body, for a handler that stores its own
+    /// ([`IdemKey::complete_in`](crate::IdemKey::complete_in)). It is `Send`, and a `Responder`.
+    #[must_use]
+    pub fn new(status: StatusCode) -> Self {
+        Self { status, headers: Vec::new(), body: Some(Bytes::new()) }
+    }
+
+    /// An answer with `value` as its JSON body.
+    ///
+    /// ```
+    /// use actix_idempotency::ResponseSnapshot;
+    /// use actix_web::http::{StatusCode, header};
+    ///
+    /// let answer = ResponseSnapshot::json(StatusCode::CREATED, &[1, 2])?
+    ///     .with_header(header::LOCATION, header::HeaderValue::from_static("/orders/1"));
+    /// assert_eq!(answer.body().unwrap(), "[1,2]");
+    /// # Ok::<(), serde_json::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Where `value` cannot be serialised.
+    pub fn json(status: StatusCode, value: &(impl Serialize + ?Sized)) -> serde_json::Result<Self> {
+        let body = serde_json::to_vec(value)?;
+        Ok(Self::new(status).with_header(header::CONTENT_TYPE, JSON).with_body(body))
+    }
+
+    /// Adds a header; one of the same name that is there already stays.
+    #[must_use]
+    pub fn with_header(mut self, name: HeaderName, value: HeaderValue) -> Self {
+        self.headers.push((name, value));
+        self
+    }
+
+    pub(crate) fn with_content_type(mut self, value: HeaderValue) -> Self {
+        self.headers.retain(|(name, _)| name != header::CONTENT_TYPE);
+        self.with_header(header::CONTENT_TYPE, value)
+    }
+
+    /// Replaces the body.
+    #[must_use]
+    pub fn with_body(mut self, body: impl Into<Bytes>) -> Self {
+        self.body = Some(body.into());
+        self
+    }
+
+    /// What of it may be stored under a policy.
+    pub(crate) fn fit_for(self, policy: &Policy) -> Self {
+        let headers = self.headers.iter().cloned().collect();
+        let body = self.body.filter(|body| body.len() <= policy.response_limit);
+        Self::capture(self.status, &headers, body, policy)
+    }
+
     /// `body` is `None` where it is omitted.
     pub(crate) fn capture(status: StatusCode, headers: &HeaderMap, body: Option<Bytes>, policy: &Policy) -> Self {
         let headers = headers
@@ -93,6 +149,13 @@ impl ResponseSnapshot {
 
     /// The answer to a retry.
     pub(crate) fn replay(self, policy: &Policy) -> HttpResponse<BoxBody> {
+        let mut response = self.into_response();
+        response.headers_mut().insert(policy.replay_marker.clone(), TRUE);
+        response
+    }
+
+    /// The answer itself.
+    pub(crate) fn into_response(self) -> HttpResponse<BoxBody> {
         let mut response = HttpResponse::new(self.status);
         let omitted = self.body.is_none();
         for (name, value) in self.headers {
@@ -101,11 +164,18 @@ impl ResponseSnapshot {
                 response.headers_mut().append(name, value);
             }
         }
-        response.headers_mut().insert(policy.replay_marker.clone(), TRUE);
         if omitted {
             response.headers_mut().insert(IDEMPOTENCY_BODY_OMITTED, TRUE);
         }
         if is_bodiless(self.status) { response } else { response.set_body(BoxBody::new(self.body.unwrap_or_default())) }
+    }
+}
+
+impl Responder for ResponseSnapshot {
+    type Body = BoxBody;
+
+    fn respond_to(self, _: &HttpRequest) -> HttpResponse<BoxBody> {
+        self.into_response()
     }
 }
 

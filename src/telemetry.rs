@@ -26,6 +26,7 @@
 //! | `recipe-changed` | warn | an answer was replayed though its fingerprint can no longer be compared |
 //! | `ended-late` | info | an answer was stored, or a key released, after the store had failed |
 //! | `completion-lost` | warn | an answer could not be stored: another attempt may run |
+//! | `atomic-without-tx` | warn | a success under `Policy::atomic()` whose handler never took `IdemTx` |
 //! | `store-unavailable` | error | the store failed |
 //! | `body-failed` | error | the body of an answer failed before it was kept |
 //! | `swept` | debug | expired rows were deleted |
@@ -60,6 +61,7 @@ pub(crate) enum Event {
     RecipeChanged,
     EndedLate,
     CompletionLost,
+    AtomicWithoutTx,
 }
 
 /// Says what happened to a key.
@@ -86,6 +88,7 @@ pub(crate) fn event(event: Event, id: &KeyId) {
         Event::RecipeChanged => say!(warn, "recipe-changed"),
         Event::EndedLate => say!(info, "ended-late"),
         Event::CompletionLost => say!(warn, "completion-lost"),
+        Event::AtomicWithoutTx => say!(warn, "atomic-without-tx"),
     }
 }
 

@@ -1,23 +1,42 @@
 //! Knobs for trying things out, and the lines to try.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{
+    future::{Ready, ready},
+    net::SocketAddr,
+    time::Duration,
+};
 
-use actix_web::{HttpRequest, Result, error::InternalError, http::StatusCode, rt::time::sleep};
+use actix_web::{FromRequest, HttpRequest, dev::Payload, http::StatusCode, rt::time::sleep};
 
-/// `X-Demo-Slow-Ms: 1500` sleeps, `X-Demo-Fail: 500` (any status) or `panic` fails this attempt. They
+use crate::error::ShopError;
+
+/// `X-Demo-Slow-Ms: 1500` sleeps, `X-Demo-Fail: 500` (any status) or `panic` makes this attempt fail. They
 /// are headers so that they are no part of the fingerprint.
-pub async fn misbehave(request: &HttpRequest) -> Result<()> {
-    let knob = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
-    if let Some(ms) = knob("x-demo-slow-ms").and_then(|ms| ms.parse().ok()) {
-        sleep(Duration::from_millis(ms)).await;
-    }
-    match knob("x-demo-fail") {
-        Some("panic") => panic!("X-Demo-Fail: panic"),
-        Some(status) => {
-            let status = status.parse().unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-            Err(InternalError::new("this attempt fails, as X-Demo-Fail asked", status).into())
+pub struct Knobs {
+    slow: Duration,
+    fail: Option<String>,
+}
+
+impl Knobs {
+    /// After the work is done.
+    pub async fn misbehave(self) -> Result<(), ShopError> {
+        sleep(self.slow).await;
+        match self.fail.as_deref() {
+            None => Ok(()),
+            Some("panic") => panic!("X-Demo-Fail: panic"),
+            Some(status) => Err(ShopError::Demo(status.parse().unwrap_or(StatusCode::INTERNAL_SERVER_ERROR))),
         }
-        None => Ok(()),
+    }
+}
+
+impl FromRequest for Knobs {
+    type Error = ShopError;
+    type Future = Ready<Result<Self, ShopError>>;
+
+    fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
+        let knob = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
+        let slow = knob("x-demo-slow-ms").and_then(|ms| ms.parse().ok()).unwrap_or(0);
+        ready(Ok(Self { slow: Duration::from_millis(slow), fail: knob("x-demo-fail").map(str::to_owned) }))
     }
 }
 
@@ -42,16 +61,19 @@ Try, in another terminal:
   # another user: another key
   NAME=bob order -H 'Idempotency-Key: a1'
 
-  # a failed attempt gives the key back
+  # an attempt that fails leaves nothing behind, and gives the key back
   order -H 'Idempotency-Key: a3' -H 'X-Demo-Fail: 500'
   order -H 'Idempotency-Key: a3'
 
-  # what there is now
+  # what there is now: the stock and the orders add up
   curl -s http://{address}/orders -H 'Authorization: Bearer alice'
+  curl -s http://{address}/products/1
 
-A takeover: start `./with-postgres bash`, in it `LEASE_SECONDS=5 cargo run --release --example shop &`, send
-an order with `X-Demo-Slow-Ms: 60000`, `kill -9` the shop, start it again, and retry: 409 until the lease has
-lapsed, then the order is made.
+A crash: send an order with `X-Demo-Slow-Ms: 20000`, `kill -9` the shop, start it again, and retry: the order is
+made once. (In `./with-postgres bash`, so that the database outlives the shop.)
+
+A takeover: the same with `LEASE_SECONDS=5` in the environment of both shops: a retry gets 409 until the lease of
+the first attempt has lapsed, then it takes over.
 "#
     );
 }

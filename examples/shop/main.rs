@@ -5,7 +5,10 @@
 //! It prints the curl lines to try once it listens.
 
 mod demo;
+mod error;
 mod orders;
+mod products;
+mod schema;
 
 use std::{env, time::Duration};
 
@@ -33,7 +36,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let drain = idempotency.drain();
 
     let server = HttpServer::new(move || {
-        App::new().wrap(Logger::default()).app_data(web::Data::new(pool.clone())).service(
+        App::new().wrap(Logger::default()).app_data(web::Data::new(pool.clone())).service(products::show).service(
             web::scope("")
                 .wrap(idempotency.clone())
                 .service(orders::create)
@@ -51,10 +54,11 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The default policy, but for a lease that can be shortened to watch a takeover.
+/// Orders live in the database alone, so that the whole request can be one transaction. With
+/// `LEASE_SECONDS` it is held by a lease instead, as requests with other effects are: to watch a takeover.
 fn policy() -> Policy {
     match env::var("LEASE_SECONDS").ok().and_then(|seconds| seconds.parse().ok()) {
         Some(seconds) => Policy::new().lease(Duration::from_secs(seconds)),
-        None => Policy::new(),
+        None => Policy::new().atomic(),
     }
 }

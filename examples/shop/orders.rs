@@ -1,34 +1,23 @@
 //! Orders: made once, listed, shown.
 
-use actix_idempotency::PgPool;
-use actix_web::{
-    HttpRequest, HttpResponse, Result,
-    error::{ErrorInternalServerError, ErrorNotFound, ErrorUnauthorized, ErrorUnprocessableEntity},
-    get,
-    http::header,
-    post, web,
-};
+use actix_idempotency::{IdemTx, PgPool};
+use actix_web::{FromRequest, HttpRequest, HttpResponse, dev::Payload, get, http::header, post, web};
 use diesel::prelude::*;
 use diesel_async::RunQueryDsl;
 use serde::{Deserialize, Serialize};
+use std::future::{Ready, ready};
 
-use crate::demo;
-
-diesel::table! {
-    orders (id) {
-        id -> BigInt,
-        customer -> Text,
-        product_id -> BigInt,
-        quantity -> Integer,
-        status -> Text,
-        version -> Integer,
-    }
-}
+use crate::{
+    demo::Knobs,
+    error::ShopError,
+    schema::{orders, products},
+};
 
 #[derive(Deserialize)]
 struct NewOrder {
     product_id: i64,
     quantity: i32,
+    campaign_id: Option<i64>,
 }
 
 #[derive(Serialize, Queryable, Selectable)]
@@ -40,63 +29,77 @@ struct Order {
     version: i32,
 }
 
+/// The stock, the order and the answer commit together, or not at all.
 #[post("/orders")]
-pub async fn create(request: HttpRequest, pool: web::Data<PgPool>, new: web::Json<NewOrder>) -> Result<HttpResponse> {
-    let customer = customer(&request)?;
+pub async fn create(
+    customer: Customer,
+    knobs: Knobs,
+    mut tx: IdemTx,
+    new: web::Json<NewOrder>,
+) -> Result<HttpResponse, ShopError> {
     if new.quantity < 1 {
-        return Err(ErrorUnprocessableEntity("quantity must be at least 1"));
+        return Err(ShopError::Quantity);
     }
-    let order = {
-        let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
-        diesel::insert_into(orders::table)
-            .values((
-                orders::customer.eq(customer),
-                orders::product_id.eq(new.product_id),
-                orders::quantity.eq(new.quantity),
-            ))
-            .returning(Order::as_returning())
-            .get_result(&mut conn)
-            .await
-            .map_err(ErrorInternalServerError)?
-    };
-    demo::misbehave(&request).await?;
+    // The condition is in the UPDATE: whoever would take the stock below zero changes no row.
+    let taken = diesel::update(products::table.find(new.product_id).filter(products::stock.ge(new.quantity)))
+        .set((products::stock.eq(products::stock - new.quantity), products::version.eq(products::version + 1)))
+        .execute(&mut *tx)
+        .await?;
+    if taken == 0 {
+        products::table.find(new.product_id).select(products::id).first::<i64>(&mut *tx).await?;
+        return Err(ShopError::OutOfStock);
+    }
+    let order = diesel::insert_into(orders::table)
+        .values((
+            orders::customer.eq(customer.0),
+            orders::product_id.eq(new.product_id),
+            orders::quantity.eq(new.quantity),
+            orders::campaign_id.eq(new.campaign_id),
+        ))
+        .returning(Order::as_returning())
+        .get_result(&mut *tx)
+        .await?;
+    knobs.misbehave().await?;
     Ok(HttpResponse::Created().insert_header((header::LOCATION, format!("/orders/{}", order.id))).json(order))
 }
 
 #[get("/orders")]
-pub async fn list(request: HttpRequest, pool: web::Data<PgPool>) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+pub async fn list(customer: Customer, pool: web::Data<PgPool>) -> Result<HttpResponse, ShopError> {
+    let mut conn = pool.get().await.map_err(|_| ShopError::NoConnection)?;
     let orders = orders::table
-        .filter(orders::customer.eq(customer(&request)?))
+        .filter(orders::customer.eq(customer.0))
         .order(orders::id)
         .select(Order::as_select())
         .load(&mut conn)
-        .await
-        .map_err(ErrorInternalServerError)?;
+        .await?;
     Ok(HttpResponse::Ok().json(orders))
 }
 
 #[get("/orders/{id}")]
-pub async fn show(request: HttpRequest, pool: web::Data<PgPool>, id: web::Path<i64>) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+pub async fn show(customer: Customer, pool: web::Data<PgPool>, id: web::Path<i64>) -> Result<HttpResponse, ShopError> {
+    let mut conn = pool.get().await.map_err(|_| ShopError::NoConnection)?;
     let order = orders::table
         .find(*id)
-        .filter(orders::customer.eq(customer(&request)?))
+        .filter(orders::customer.eq(customer.0))
         .select(Order::as_select())
         .first(&mut conn)
-        .await
-        .optional()
-        .map_err(ErrorInternalServerError)?
-        .ok_or_else(|| ErrorNotFound("no such order"))?;
+        .await?;
     Ok(HttpResponse::Ok().json(order))
 }
 
 /// Whoever `Authorization: Bearer NAME` names: a demo, without a password.
-fn customer(request: &HttpRequest) -> Result<String> {
-    request
-        .headers()
-        .get(header::AUTHORIZATION)
-        .and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "))
-        .map(str::to_owned)
-        .ok_or_else(|| ErrorUnauthorized("say who you are: Authorization: Bearer NAME"))
+pub struct Customer(pub String);
+
+impl FromRequest for Customer {
+    type Error = ShopError;
+    type Future = Ready<Result<Self, ShopError>>;
+
+    fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
+        let name = request
+            .headers()
+            .get(header::AUTHORIZATION)
+            .and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "))
+            .map(|name| Self(name.to_owned()));
+        ready(name.ok_or(ShopError::Anonymous))
+    }
 }

@@ -63,7 +63,8 @@ CREATE TABLE idempotency_keys (
     CONSTRAINT idempotency_keys_answer_check CHECK (
         CASE state
             WHEN 'completed' THEN
-                completed_at IS NOT NULL AND status IS NOT NULL AND snapshot_version > 0
+                completed_at IS NOT NULL AND status IS NOT NULL
+                AND snapshot_version IS NOT NULL AND snapshot_version > 0
                 AND header_names IS NOT NULL AND header_values IS NOT NULL
                 AND cardinality(header_names) = cardinality(header_values)
                 AND (body IS NULL) = body_omitted

@@ -16,8 +16,9 @@ use crate::{
     policy::Policy,
     postgres::keys,
     scope::KeyId,
-    snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
+    snapshot::ResponseSnapshot,
     telemetry::{self, Event},
+    transaction::Parts,
 };
 
 /// How often a statement that the database refuses (rather than fails to answer) is sent again.
@@ -47,15 +48,8 @@ impl Engine {
         let patience = millis(patience);
         let ours = match ending {
             Ending::Complete(snapshot) => {
-                let (names, values): (Vec<_>, Vec<_>) =
-                    snapshot.headers().map(|(name, value)| (name.as_str(), value.as_bytes())).unzip();
-                let answer = keys::Answer {
-                    status: stored(snapshot.status()),
-                    header_names: &names,
-                    header_values: &values,
-                    body: snapshot.body().map(|body| &body[..]),
-                    snapshot_version: SNAPSHOT_VERSION,
-                };
+                let parts = Parts::of(snapshot);
+                let answer = parts.answer(snapshot);
                 keys::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
             Ending::Release(status) => keys::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
@@ -135,7 +129,7 @@ pub(crate) fn millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 
-fn stored(status: StatusCode) -> i16 {
+pub(crate) fn stored(status: StatusCode) -> i16 {
     // Three digits by the type's own rule.
     status.as_u16().cast_signed()
 }

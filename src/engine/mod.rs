@@ -3,6 +3,7 @@
 
 pub(crate) mod background;
 pub(crate) mod ending;
+mod flush;
 pub(crate) mod leases;
 mod recent;
 pub(crate) mod store;
@@ -16,13 +17,20 @@ use std::{
     time::Duration,
 };
 
+use tokio::sync::{OnceCell, mpsc};
 use tokio_util::task::TaskTracker;
 
 pub(crate) use self::waiters::Seat;
-use self::{leases::Leases, recent::Recent, store::Store, waiters::Waiters};
+use self::{flush::Wish, leases::Leases, recent::Recent, store::Store, waiters::Waiters};
 use crate::{
-    postgres::PgPool,
+    atomic::Running,
+    error::Error,
+    postgres::{
+        AsyncPgConnection, PgPool,
+        transactions::{self, Session},
+    },
     sweeper::{Sweeper, Sweeping},
+    transaction::Holders,
 };
 
 pub(crate) struct Engine {
@@ -35,11 +43,20 @@ pub(crate) struct Engine {
     draining: AtomicBool,
     anonymous: AtomicBool,
     sweeping: OnceLock<Option<Sweeping>>,
+    pub(crate) holders: Arc<Holders>,
+    pub(crate) atomic: Running,
+    session: OnceCell<Arc<Session>>,
+    flushes: mpsc::UnboundedSender<Wish>,
 }
 
 impl Engine {
     pub(crate) fn new(pool: PgPool) -> Arc<Self> {
+        let (flushes, wishes) = mpsc::unbounded_channel();
         let engine = Arc::new(Self {
+            holders: Holders::of(&pool),
+            atomic: Running::default(),
+            session: OnceCell::new(),
+            flushes,
             store: Store { pool },
             leases: Arc::new(Leases::new()),
             waiters: Arc::default(),
@@ -52,7 +69,14 @@ impl Engine {
         let background = background::handle();
         background.spawn(leases::keep_renewing(Arc::downgrade(&engine), Arc::clone(&engine.leases)));
         background.spawn(waiters::keep_looking(Arc::downgrade(&engine), Arc::clone(&engine.waiters)));
+        background.spawn(flush::keep_flushing(Arc::downgrade(&engine), wishes));
         engine
+    }
+
+    /// What every connection of the pool starts a transaction with, asked once.
+    pub(crate) async fn session(&self, conn: &mut AsyncPgConnection) -> Result<Arc<Session>, Error> {
+        let session = self.session.get_or_try_init(async || transactions::session(conn).await.map(Arc::new)).await?;
+        Ok(Arc::clone(session))
     }
 
     /// From now on nothing new is claimed; answers that are stored are still replayed.

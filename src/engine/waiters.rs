@@ -16,7 +16,13 @@ use super::{
     Engine,
     store::{Line, in_time},
 };
-use crate::{error::Error, policy::DEFAULT_STORE_TIMEOUT, postgres::keys, scope::KeyId, telemetry};
+use crate::{
+    error::Error,
+    policy::{DEFAULT_STORE_TIMEOUT, Policy},
+    postgres::keys,
+    scope::KeyId,
+    telemetry,
+};
 
 /// How often the keys of other processes are looked at: a tenth of a second, which a person does not
 /// notice, at ten small queries a second at most.
@@ -31,6 +37,8 @@ pub(crate) struct Waiters {
 struct Waiting {
     wake: Arc<Notify>,
     seats: usize,
+    /// Of a request that may run without a row.
+    lock: Option<i64>,
 }
 
 /// One request's place among those that wait; dropped when it no longer does.
@@ -48,14 +56,15 @@ impl Seat {
 }
 
 impl Waiters {
-    /// `None` where `max` are taken already.
-    pub(crate) fn sit(self: &Arc<Self>, id: KeyId, max: usize) -> Option<Seat> {
+    /// `None` where the policy's seats are all taken.
+    pub(crate) fn sit(self: &Arc<Self>, id: KeyId, policy: &Policy) -> Option<Seat> {
         let mut waiting = self.waiting();
         let taken: usize = waiting.values().map(|waiting| waiting.seats).sum();
-        if taken >= max {
+        if taken >= policy.max_waiting {
             return None;
         }
-        let entry = waiting.entry(id).or_insert_with(|| Waiting { wake: Arc::default(), seats: 0 });
+        let lock = policy.is_atomic.then(|| id.lock());
+        let entry = waiting.entry(id).or_insert_with(|| Waiting { wake: Arc::default(), seats: 0, lock });
         entry.seats += 1;
         let wake = Arc::clone(&entry.wake);
         if taken == 0 {
@@ -71,8 +80,8 @@ impl Waiters {
         }
     }
 
-    fn ids(&self) -> Vec<KeyId> {
-        self.waiting().keys().copied().collect()
+    fn all(&self) -> Vec<(KeyId, Option<i64>)> {
+        self.waiting().iter().map(|(id, waiting)| (*id, waiting.lock)).collect()
     }
 
     fn waiting(&self) -> MutexGuard<'_, HashMap<KeyId, Waiting>> {
@@ -95,8 +104,8 @@ impl Drop for Seat {
 pub(crate) async fn keep_looking(engine: Weak<Engine>, waiters: Arc<Waiters>) {
     let mut line = Line::default();
     loop {
-        let ids = waiters.ids();
-        if ids.is_empty() {
+        let waited = waiters.all();
+        if waited.is_empty() {
             line.hang_up();
             waiters.first.notified().await;
             if engine.strong_count() == 0 {
@@ -104,7 +113,7 @@ pub(crate) async fn keep_looking(engine: Weak<Engine>, waiters: Arc<Waiters>) {
             }
         } else {
             let Some(engine) = engine.upgrade() else { return };
-            if let Err(error) = look(&engine, &ids, &mut line).await {
+            if let Err(error) = look(&engine, &waited, &mut line).await {
                 line.hang_up();
                 telemetry::store_failed("waiting requests could not be looked for", &error);
             }
@@ -113,12 +122,14 @@ pub(crate) async fn keep_looking(engine: Weak<Engine>, waiters: Arc<Waiters>) {
     }
 }
 
-async fn look(engine: &Engine, ids: &[KeyId], line: &mut Line) -> Result<(), Error> {
-    let wanted: Vec<&[u8]> = ids.iter().map(|id| &id.0[..]).collect();
-    let settled =
-        in_time(DEFAULT_STORE_TIMEOUT, async { Ok(keys::settled(line.get(&engine.store).await?, &wanted).await?) })
-            .await?;
-    for id in ids.iter().filter(|id| settled.iter().any(|settled| *settled == id.0)) {
+async fn look(engine: &Engine, waited: &[(KeyId, Option<i64>)], line: &mut Line) -> Result<(), Error> {
+    let ids: Vec<&[u8]> = waited.iter().map(|(id, _)| &id.0[..]).collect();
+    let locks: Vec<Option<i64>> = waited.iter().map(|(_, lock)| *lock).collect();
+    let settled = in_time(DEFAULT_STORE_TIMEOUT, async {
+        Ok(keys::settled(line.get(&engine.store).await?, &ids, &locks).await?)
+    })
+    .await?;
+    for (id, _) in waited.iter().filter(|(id, _)| settled.iter().any(|settled| *settled == id.0)) {
         engine.waiters.wake(id);
     }
     Ok(())

@@ -31,18 +31,22 @@ pub(crate) struct NewClaim<'a> {
     /// `None`: for ever.
     pub(crate) retention_ms: Option<i64>,
     pub(crate) lock_timeout_ms: i64,
+    /// Whether the commit waits for the disk.
+    pub(crate) is_durable: bool,
 }
 
 statement! {
-    /// The setting is local to the transaction that this statement is; the join makes it take effect
+    /// The settings are local to the transaction that this statement is; the join makes them take effect
     /// before the row is inserted.
     struct Insert {
-        lock_timeout_ms: i64, id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>,
+        lock_timeout_ms: i64, is_durable: bool, id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>,
         resource: str, key: str, fingerprint: [u8], recipe: [u8], recipe_version: i16, owner: [u8],
         seed: [u8], lease_ms: i64, retention_ms: Option<i64>,
     }
     [
-        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
+        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) || \
+         set_config('synchronous_commit', CASE WHEN ", (is_durable: Bool),
+        " THEN current_setting('synchronous_commit') ELSE 'off' END, true) AS set) \
          INSERT INTO idempotency_keys (id, domain, tenant, principal, resource, key, fingerprint, recipe, \
          recipe_version, state, owner, attempt, seed, created_at, leased_until, expires_at) SELECT ",
         (id: Binary), ", ", (domain: Text), ", ", (tenant: Nullable<Text>), ", ", (principal: Nullable<Text>), ", ",
@@ -58,6 +62,7 @@ statement! {
 pub(crate) async fn insert(conn: &mut AsyncPgConnection, new: &NewClaim<'_>) -> QueryResult<bool> {
     let rows = Insert {
         lock_timeout_ms: &new.lock_timeout_ms,
+        is_durable: &new.is_durable,
         id: new.id,
         domain: new.domain,
         tenant: &new.tenant,
@@ -280,16 +285,23 @@ pub(crate) async fn renew(
 }
 
 statement! {
-    struct Settled { ids: &'a [&'a [u8]] }
+    /// Whoever holds the lock of a key runs it without a row.
+    struct Settled { ids: &'a [&'a [u8]], locks: &'a [Option<i64>] }
     returns Binary;
     [
-        "SELECT waited.id FROM unnest(", (ids: Array<Binary>), ") AS waited (id) \
-         LEFT JOIN idempotency_keys AS k ON k.id = waited.id \
-         WHERE k.id IS NULL OR k.state <> 'outstanding' OR k.leased_until <= clock_timestamp()",
+        "SELECT waited.id FROM unnest(", (ids: Array<Binary>), ", ", (locks: Array<Nullable<BigInt>>),
+        ") AS waited (id, lock) LEFT JOIN idempotency_keys AS k ON k.id = waited.id \
+         WHERE k.state = 'completed' OR (k.id IS NULL OR k.state <> 'outstanding' OR k.leased_until <= clock_timestamp()) \
+         AND (waited.lock IS NULL OR pg_try_advisory_xact_lock_shared(waited.lock))",
     ]
 }
 
-/// Which of these keys somebody who waits for them should look at again.
-pub(crate) async fn settled(conn: &mut AsyncPgConnection, ids: &[&[u8]]) -> QueryResult<Vec<Vec<u8>>> {
-    Settled { ids: &ids }.load(conn).await
+/// Which of these keys somebody who waits for them should look at again. A lock is asked for where the
+/// request may run without a row, and held no longer than the statement.
+pub(crate) async fn settled(
+    conn: &mut AsyncPgConnection,
+    ids: &[&[u8]],
+    locks: &[Option<i64>],
+) -> QueryResult<Vec<Vec<u8>>> {
+    Settled { ids: &ids, locks: &locks }.load(conn).await
 }

@@ -7,6 +7,7 @@
 pub(crate) mod keys;
 pub(crate) mod server;
 pub(crate) mod sweep;
+pub(crate) mod transactions;
 
 pub(crate) use diesel_async::AsyncPgConnection;
 

@@ -62,6 +62,17 @@ pub(crate) async fn backend(conn: &mut AsyncPgConnection) -> QueryResult<i32> {
     Backend { nothing: &0 }.get_result(conn).await
 }
 
+statement! {
+    /// A transaction that has written anything waits for the disk when it commits, as far as the
+    /// server's `synchronous_commit` says; all that was committed before it is on disk then.
+    struct Flush { nothing: str }
+    ["SELECT pg_logical_emit_message(true, 'actix_idempotency', ", (nothing: Text), ")"]
+}
+
+pub(crate) async fn flush(conn: &mut AsyncPgConnection) -> QueryResult<()> {
+    Flush { nothing: "" }.execute(conn).await.map(drop)
+}
+
 /// Begins a transaction that the caller ends by closing the connection: through a pooler it holds a
 /// server connection for itself.
 pub(crate) async fn hold(conn: &mut AsyncPgConnection) -> QueryResult<()> {

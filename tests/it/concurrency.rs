@@ -379,7 +379,7 @@ async fn told_without_a_poll(rig: &Rig, key: &str) -> Duration {
     let (first, id) = held(rig, key).await;
     let waiting: Vec<_> = (0..5).map(|_| send(rig.post("/held"), key)).collect();
     until_waiting(&id, 5).await;
-    let poller = "FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%AS waited (id)%' \
+    let poller = "FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%AS waited (id, lock)%' \
                   AND pid <> pg_backend_pid()";
     eventually("it polls", async || rig.db.is(&format!("(SELECT count(*) = 1 {poller})")).await).await;
     let pid = rig.db.number(&format!("SELECT pid::bigint AS value {poller}")).await;
@@ -552,7 +552,7 @@ async fn fifty_waiters_cost_one_statement_per_tick_and_no_connection_of_the_pool
     }
     // Each looks a second time once it is seated.
     eventually("all are seated", || async { calls(&rig.db, "SELECT fingerprint%").await == 100 }).await;
-    let polls = async || calls(&rig.db, "%AS waited (id)%").await;
+    let polls = async || calls(&rig.db, "%AS waited (id, lock)%").await;
     let claims = async || calls(&rig.db, "SELECT fingerprint%").await + calls(&rig.db, "%INSERT INTO%").await;
     let began = Instant::now();
     let before = (polls().await, claims().await);

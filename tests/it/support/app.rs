@@ -42,6 +42,8 @@ pub fn routes(config: &mut web::ServiceConfig, idempotency: &Idempotency) {
             .route("/refunds", web::post().to(create))
             .route("/slow", web::post().to(slow))
             .route("/held", web::post().to(held))
+            .route("/connected", web::post().to(connected))
+            .route("/blocked", web::post().to(blocked))
             .route("/flaky", web::post().to(flaky))
             .route("/echo", web::post().to(echo)),
     );
@@ -98,11 +100,37 @@ async fn slow(pool: Data<PgPool>, query: Query<Slow>, tag: String) -> Result<Htt
     Ok(created(id))
 }
 
+#[derive(Deserialize)]
+struct Held {
+    /// The gate, then the effect.
+    #[serde(default)]
+    gate_first: bool,
+}
+
 /// The effect, then the gate.
-async fn held(pool: Data<PgPool>, gate: Data<Gate>, tag: String) -> Result<HttpResponse> {
+async fn held(pool: Data<PgPool>, gate: Data<Gate>, query: Query<Held>, tag: String) -> Result<HttpResponse> {
+    if query.gate_first {
+        gate.pass().await;
+    }
     let id = effect(&pool, if tag.is_empty() { "held" } else { &tag }).await?;
-    gate.pass().await;
+    if !query.gate_first {
+        gate.pass().await;
+    }
     Ok(created(id))
+}
+
+/// The gate with a connection of the pool in hand, then the effect. `tag` is the body.
+async fn connected(pool: Data<PgPool>, gate: Data<Gate>, tag: String) -> Result<HttpResponse> {
+    let conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    gate.pass().await;
+    drop(conn);
+    Ok(created(effect(&pool, &tag).await?))
+}
+
+/// The gate, at which it blocks its worker, then the effect. `tag` is the body.
+async fn blocked(pool: Data<PgPool>, gate: Data<Gate>, tag: String) -> Result<HttpResponse> {
+    gate.block();
+    Ok(created(effect(&pool, &tag).await?))
 }
 
 /// Which first calls have misbehaved already, by key.
@@ -119,6 +147,7 @@ async fn flaky(
     request: HttpRequest,
     pool: Data<PgPool>,
     misbehaved: Data<Misbehaved>,
+    gate: Data<Gate>,
     query: Query<Flaky>,
 ) -> Result<HttpResponse> {
     let key = request.headers().get("idempotency-key").map(|key| key.to_str().unwrap().to_owned()).unwrap_or_default();
@@ -131,6 +160,10 @@ async fn flaky(
     if first {
         match query.mode.as_str() {
             "err" => return Err(ErrorInternalServerError("flaky")),
+            "err_after_gate" => {
+                gate.pass().await;
+                return Err(ErrorInternalServerError("flaky"));
+            }
             "panic" => panic!("flaky"),
             "panic_after_write" => {
                 effect(&pool, "flaky").await?;

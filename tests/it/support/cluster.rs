@@ -47,10 +47,6 @@ impl Cluster {
         format!("postgres://postgres@127.0.0.1:{}/postgres", self.port)
     }
 
-    pub fn port(&self) -> u16 {
-        self.port
-    }
-
     pub fn up(&self) {
         let log = self.directory.join("log").display().to_string();
         self.run("pg_ctl", &["start", "--wait", "--silent", "-D", &self.data(), "-l", &log]);
@@ -59,6 +55,13 @@ impl Cluster {
     /// As a crash: no checkpoint, every connection cut.
     pub fn down(&self) {
         self.run("pg_ctl", &["stop", "--wait", "--silent", "--mode=immediate", "-D", &self.data()]);
+    }
+
+    /// From now on a replica (of nobody), with the data that it has.
+    pub fn become_standby(&self) {
+        self.run("pg_ctl", &["stop", "--wait", "--silent", "--mode=fast", "-D", &self.data()]);
+        fs::write(Path::new(&self.data()).join("standby.signal"), "").unwrap();
+        self.up();
     }
 
     pub fn log(&self) -> String {

@@ -33,6 +33,17 @@ pub struct Db {
     pub url: String,
     pub name: String,
     server: String,
+    roles: AtomicU32,
+}
+
+/// A role of the server.
+pub struct Role {
+    pub name: String,
+    pub url: String,
+}
+
+pub fn pool(url: &str, size: u32) -> PgPool {
+    PoolBuilder::new(url).max_size(size.try_into().unwrap()).build().unwrap()
 }
 
 #[derive(QueryableByName)]
@@ -82,8 +93,12 @@ impl Db {
     pub async fn on(server: &str) -> Self {
         let db = Self::empty_on(server).await;
         migrations::run(&db.url).await.unwrap();
-        db.run(EFFECTS).await;
+        db.create_effects().await;
         db
+    }
+
+    pub async fn create_effects(&self) {
+        self.run(EFFECTS).await;
     }
 
     /// Without any table.
@@ -95,7 +110,7 @@ impl Db {
         let name = fresh_name();
         let mut conn = AsyncPgConnection::establish(server).await.unwrap();
         conn.batch_execute(&format!("CREATE DATABASE {name}")).await.unwrap();
-        Self { url: with_database(server, &name), name, server: server.into() }
+        Self { url: with_database(server, &name), name, server: server.into(), roles: AtomicU32::new(0) }
     }
 
     pub async fn connect(&self) -> AsyncPgConnection {
@@ -103,7 +118,26 @@ impl Db {
     }
 
     pub fn pool(&self, size: u32) -> PgPool {
-        PoolBuilder::new(&self.url).max_size(size.try_into().unwrap()).build().unwrap()
+        pool(&self.url, size)
+    }
+
+    /// A role that may log in and nothing else; gone with the database.
+    pub async fn role(&self) -> Role {
+        let name = format!("{}_{}", self.name, self.roles.fetch_add(1, Ordering::Relaxed));
+        self.run(&format!("CREATE ROLE {name} LOGIN PASSWORD 'it'")).await;
+        let at = self.url.find('@').expect("the URL should name a user");
+        Role { url: format!("postgres://{name}:it{}", &self.url[at..]), name }
+    }
+
+    /// A role that may do what the service does, and nothing else.
+    pub async fn service_role(&self) -> Role {
+        let role = self.role().await;
+        let name = &role.name;
+        self.run(&format!(
+            "GRANT SELECT, INSERT, UPDATE, DELETE ON idempotency_keys TO {name}; GRANT SELECT, INSERT ON effects TO {name}"
+        ))
+        .await;
+        role
     }
 
     pub async fn run(&self, sql: &str) {
@@ -136,6 +170,35 @@ impl Db {
         self.number("SELECT count(*) AS value FROM effects").await
     }
 
+    /// Whether somebody waits for a lock, in a statement that has these words.
+    pub async fn blocked(&self, words: &str) -> bool {
+        self.is(&format!(
+            "EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' \
+             AND query LIKE '%{words}%')"
+        ))
+        .await
+    }
+
+    /// Makes a completed row what its owner's death would have left: outstanding, the lease lapsed.
+    pub async fn lapse(&self, key: &str) {
+        self.run(&format!(
+            "UPDATE idempotency_keys SET state = 'outstanding', leased_until = clock_timestamp() - interval '1 ms', \
+             owner = decode(md5(random()::text), 'hex'), completed_at = NULL, status = NULL, header_names = NULL, \
+             header_values = NULL, body = NULL, body_omitted = false, snapshot_version = NULL WHERE key = '{key}'"
+        ))
+        .await;
+    }
+
+    /// Moves a row into the past.
+    pub async fn age(&self, key: &str, interval: &str) {
+        self.run(&format!(
+            "UPDATE idempotency_keys SET created_at = created_at - interval '{interval}', \
+             leased_until = leased_until - interval '{interval}', completed_at = completed_at - interval '{interval}', \
+             expires_at = expires_at - interval '{interval}' WHERE key = '{key}'"
+        ))
+        .await;
+    }
+
     /// How many rows the key table has.
     pub async fn keys(&self) -> i64 {
         self.number("SELECT count(*) AS value FROM idempotency_keys").await
@@ -153,15 +216,34 @@ impl Db {
     }
 }
 
+/// Every connection that a pool of this size may have can be had at once, and none is inside a
+/// transaction.
+pub async fn assert_usable(pool: &PgPool, size: u32) {
+    let mut all = Vec::new();
+    for _ in 0..size {
+        all.push(pool.get().await.unwrap());
+    }
+    for conn in &mut all {
+        let rows: Vec<Words> = diesel::sql_query("SELECT pg_current_xact_id_if_assigned()::text AS value, 1 AS alive")
+            .load(conn)
+            .await
+            .unwrap();
+        assert!(rows[0].value.is_none());
+    }
+}
+
 impl Drop for Db {
     fn drop(&mut self) {
-        let (server, name) = (self.server.clone(), self.name.clone());
+        let (server, name, roles) = (self.server.clone(), self.name.clone(), *self.roles.get_mut());
         let dropped = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 // The server of the test may be gone, on purpose.
                 if let Ok(mut conn) = AsyncPgConnection::establish(&server).await {
                     let _ = conn.batch_execute(&format!("DROP DATABASE IF EXISTS {name} WITH (FORCE)")).await;
+                    for role in 0..roles {
+                        let _ = conn.batch_execute(&format!("DROP ROLE IF EXISTS {name}_{role}")).await;
+                    }
                 }
             });
         });

@@ -1,9 +1,12 @@
 //! Handlers that are held until the test lets them go, so that tests assert order, not time.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use actix_web::rt::time::timeout;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
 use super::PATIENCE;
 
@@ -23,6 +26,16 @@ impl Gate {
     pub async fn pass(&self) {
         self.entered.send_modify(|entered| *entered += 1);
         self.passes.acquire().await.unwrap().forget();
+    }
+
+    /// The same, and nothing else runs on this thread meanwhile.
+    pub fn block(&self) {
+        self.entered.send_modify(|entered| *entered += 1);
+        let began = Instant::now();
+        while self.passes.try_acquire().map(SemaphorePermit::forget).is_err() {
+            assert!(began.elapsed() < PATIENCE, "nobody lets this handler go");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// In the test: until so many handlers have come here.

@@ -4,10 +4,13 @@
 //! - [`rig::Rig`]: a server in this process on a real port, with two workers and the routes of `app.rs`;
 //! - [`process::ServerProcess`]: the same server as a process of its own, to be killed;
 //! - [`cluster::Cluster`]: a Postgres server of its own, to be stopped, configured, or its log read;
+//! - [`bouncer::Bouncer`]: a PgBouncer in front of a server;
+//! - [`tour::tour`]: once through everything, for a store that is set up in its own way;
 //! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go;
 //! - [`log`]: what the crate says through `tracing`.
 
 pub mod app;
+pub mod bouncer;
 pub mod client;
 pub mod cluster;
 pub mod db;
@@ -15,6 +18,7 @@ pub mod gate;
 pub mod log;
 pub mod process;
 pub mod rig;
+pub mod tour;
 
 use std::time::{Duration, Instant};
 

@@ -4,6 +4,7 @@ use std::{
     env,
     io::{BufRead, BufReader},
     net::SocketAddr,
+    path::PathBuf,
     process::{Child, Command, ExitStatus, Stdio},
     time::Duration,
 };
@@ -29,6 +30,8 @@ pub struct Setup {
     pub shutdown_timeout: u64,
     /// Of `Drain`; without it actix handles the signals itself.
     pub drain: Option<Duration>,
+    /// The certificates that it trusts, instead of the system's.
+    pub trusted: Option<PathBuf>,
 }
 
 impl Setup {
@@ -41,6 +44,7 @@ impl Setup {
             workers: 2,
             shutdown_timeout: 30,
             drain: None,
+            trusted: None,
         }
     }
 
@@ -54,6 +58,7 @@ impl Setup {
             .env("IT_WORKERS", self.workers.to_string())
             .env("IT_SHUTDOWN_TIMEOUT", self.shutdown_timeout.to_string())
             .env("IT_DRAIN_MS", self.drain.map(|drain| drain.as_millis().to_string()).unwrap_or_default())
+            .envs(self.trusted.iter().map(|file| ("SSL_CERT_FILE", file)))
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();

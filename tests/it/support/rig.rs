@@ -32,7 +32,7 @@ pub struct Builder {
     policy: Policy,
     pool_size: u32,
     workers: usize,
-    db: Option<Db>,
+    on: Option<(Db, Option<PgPool>)>,
 }
 
 impl Rig {
@@ -46,7 +46,7 @@ impl Rig {
     }
 
     pub fn builder() -> Builder {
-        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2, db: None }
+        Builder { policy: Policy::new().anonymous(), pool_size: 5, workers: 2, on: None }
     }
 
     pub fn post(&self, path: &str) -> RequestBuilder {
@@ -74,10 +74,12 @@ impl Rig {
     where
         F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
     {
-        let pool = self.db.pool(5);
-        let idempotency = Idempotency::postgres(pool.clone()).with(policy);
-        let server = Server::start(2, pool.clone(), idempotency, self.gate.clone(), routes);
-        Twin { pool, server, client: client() }
+        Twin::start(self.db.pool(5), policy, self.gate.clone(), routes)
+    }
+
+    /// The same with a gate of its own.
+    pub fn other(&self, policy: Policy) -> Twin {
+        Twin::alone(self.db.pool(5), policy)
     }
 }
 
@@ -85,11 +87,27 @@ impl Rig {
 /// are its own.
 pub struct Twin {
     pub pool: PgPool,
+    pub idempotency: Idempotency,
+    pub gate: Gate,
     pub server: Server,
     client: Client,
 }
 
 impl Twin {
+    /// With the routes of `app.rs`.
+    pub fn alone(pool: PgPool, policy: Policy) -> Self {
+        Self::start(pool, policy, Gate::new(), |config, idempotency, _| app::routes(config, idempotency))
+    }
+
+    fn start<F>(pool: PgPool, policy: Policy, gate: Gate, routes: F) -> Self
+    where
+        F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
+    {
+        let idempotency = Idempotency::postgres(pool.clone()).with(policy);
+        let server = Server::start(2, pool.clone(), idempotency.clone(), gate.clone(), routes);
+        Self { pool, idempotency, gate, server, client: client() }
+    }
+
     pub fn post(&self, path: &str) -> RequestBuilder {
         self.client.post(self.server.url(path))
     }
@@ -113,7 +131,13 @@ impl Builder {
 
     /// Instead of one of the server that `./with-postgres` names.
     pub fn database(mut self, db: Db) -> Self {
-        self.db = Some(db);
+        self.on = Some((db, None));
+        self
+    }
+
+    /// On this database, by this pool.
+    pub fn on(mut self, db: Db, pool: PgPool) -> Self {
+        self.on = Some((db, Some(pool)));
         self
     }
 
@@ -140,11 +164,11 @@ impl Builder {
     where
         F: Fn(&mut ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static,
     {
-        let db = match self.db {
-            Some(db) => db,
-            None => Db::new().await,
+        let (db, pool) = match self.on {
+            Some(given) => given,
+            None => (Db::new().await, None),
         };
-        let pool = db.pool(self.pool_size);
+        let pool = pool.unwrap_or_else(|| db.pool(self.pool_size));
         let idempotency = Idempotency::postgres(pool.clone()).with(self.policy);
         let gate = Gate::new();
         let server = Server::start(self.workers, pool.clone(), idempotency.clone(), gate.clone(), routes);

@@ -1,1 +1,2 @@
 DROP TABLE orders;
+DROP TABLE products;

@@ -1,0 +1,230 @@
+//! The claim under `Policy::atomic()`: the request is one transaction, and its finished row is written
+//! at its end.
+//!
+//! A lock that lives as long as the transaction makes concurrent duplicates cheap: they are told so at
+//! once. The primary key is the guarantee: where two requests get past the lock (two ids may share
+//! its 64 bits only to be told 409 for nothing, and a row may be committed between the look and the
+//! lock), the second one cannot write its row, is rolled back, and answered by what is stored.
+
+use std::{
+    collections::HashSet,
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use crate::{
+    claim::{self, Ask, Claim, Columns, Decision},
+    engine::{Engine, leases::Owner, store::in_time},
+    error::{Error, ErrorKind},
+    lease::Ended,
+    policy::Policy,
+    postgres::{
+        keys::Row,
+        transactions::{self, Seen},
+    },
+    refusal::{self, Code},
+    scope::KeyId,
+    snapshot::ResponseSnapshot,
+    telemetry::{self, Event},
+    transaction::{Commit, Parts, Transaction},
+};
+
+/// The requests of this process that run under an atomic policy.
+#[derive(Debug, Default)]
+pub(crate) struct Running(Mutex<HashSet<KeyId>>);
+
+impl Running {
+    fn enter(engine: &Arc<Engine>, id: KeyId) -> Option<Entered> {
+        let mut running = engine.atomic.0.lock().unwrap_or_else(PoisonError::into_inner);
+        running.insert(id).then(|| Entered { engine: Arc::clone(engine), id })
+    }
+}
+
+struct Entered {
+    engine: Arc<Engine>,
+    id: KeyId,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        self.engine.atomic.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
+        self.engine.waiters.wake(&self.id);
+    }
+}
+
+/// A request that runs in a transaction of its own, and the row that it will replace, if any.
+pub(crate) struct Atomic {
+    engine: Arc<Engine>,
+    policy: Arc<Policy>,
+    ask: Ask,
+    owner: Owner,
+    seed: [u8; 32],
+    seen: Option<Seen>,
+    _entered: Entered,
+}
+
+/// Claims by opening the transaction, or says why not.
+pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Claim, Error> {
+    let draining = engine.is_draining();
+    // A row that is there says most without a transaction.
+    if draining || engine.recent.knows(&ask.id) {
+        let seen = engine.look(&ask.id, policy).await?;
+        if let Some(claim) = seen.map(|row| told_by(row, ask)).transpose()?.flatten() {
+            return Ok(claim);
+        }
+        if draining {
+            return Ok(Claim::Draining);
+        }
+    }
+    let Some(entered) = Running::enter(engine, ask.id) else { return Ok(outstanding()) };
+    match open(engine, ask, policy).await {
+        // A connection may have died since it was last used, and nothing was written yet.
+        Err(error) if error.kind() == ErrorKind::Connection => open(engine, ask, policy).await,
+        opened => opened,
+    }
+    .map(|opened| match opened {
+        Opened::Told(claim) => claim,
+        Opened::Ours(transaction, seen) => {
+            telemetry::event(Event::Fresh, &ask.id);
+            engine.sweep(policy.retention);
+            let atomic = Atomic {
+                engine: Arc::clone(engine),
+                policy: Arc::clone(policy),
+                ask: ask.clone(),
+                owner: rand::random(),
+                seed: rand::random(),
+                seen,
+                _entered: entered,
+            };
+            Claim::Atomic(Box::new(atomic), transaction)
+        }
+    })
+}
+
+enum Opened {
+    Ours(Transaction, Option<Seen>),
+    Told(Claim),
+}
+
+async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Opened, Error> {
+    let mut transaction = Transaction::begin(engine, policy).await?;
+    let look = async { Ok(transactions::try_lock_and_look(transaction.conn_mut(), ask.id.lock(), &ask.id.0).await?) };
+    let (locked, row) = in_time(policy.store_timeout, look).await?;
+    let seen = row.as_ref().map(|row| Seen { owner: row.owner.clone(), state: row.state.clone() });
+    let told = match row.map(|row| told_by(row, ask)).transpose()?.flatten() {
+        None if locked => return Ok(Opened::Ours(transaction, seen)),
+        None => outstanding(),
+        Some(told) => told,
+    };
+    transaction.rollback(policy).await;
+    Ok(Opened::Told(told))
+}
+
+/// What a row says, if that is not to run the handler.
+fn told_by(row: Row, ask: &Ask) -> Result<Option<Claim>, Error> {
+    match claim::decide(&row, &ask.fingerprint, &[]) {
+        Decision::TakeOver(_) | Decision::Mine => Ok(None),
+        decision => claim::told(decision, row, ask).map(Some),
+    }
+}
+
+/// There is no lease that could end: whoever has the lock has it as long as the request runs.
+fn outstanding() -> Claim {
+    Claim::Outstanding { lease_left: Duration::MAX }
+}
+
+impl Atomic {
+    /// Writes the finished row and commits.
+    pub(crate) async fn commit(self, transaction: Transaction, snapshot: ResponseSnapshot) -> Ended {
+        let stored = transaction
+            .commit_after(&self.policy, async |tx| {
+                let columns = Columns::of(&self.ask);
+                let new = columns.new_claim(&self.ask, &self.owner, &self.seed, &self.policy);
+                let parts = Parts::of(&snapshot);
+                let answer = parts.answer(&snapshot);
+                let (conn, session) = (tx.conn(), tx.session());
+                Ok(transactions::finish(conn, session, &new, &answer, tx.mark(), self.seen.as_ref()).await?)
+            })
+            .await;
+        match stored {
+            Commit::Done => self.landed(),
+            Commit::Lost => Ended::Lost,
+            Commit::EndedByHandler => match self.keep(&refusal::snapshot(Code::TransactionMisused)).await {
+                Ended::Lost => Ended::Lost,
+                _ => Ended::Refused(Code::TransactionMisused),
+            },
+            // Under one snapshot, somebody who was first shows as 40001.
+            Commit::RolledBack(Code::Serialization) => match self.is_answered().await {
+                Ok(true) => Ended::Lost,
+                _ => Ended::Refused(Code::Serialization),
+            },
+            Commit::RolledBack(code) => Ended::Refused(code),
+            Commit::InDoubt(code) => self.resolve(code).await,
+        }
+    }
+
+    /// Keeps an answer that nothing was written for, once the transaction is rolled back.
+    pub(crate) async fn keep(&self, snapshot: &ResponseSnapshot) -> Ended {
+        let write = async {
+            let mut conn = self.engine.store.connection().await?;
+            let session = self.engine.session(&mut conn).await?;
+            let columns = Columns::of(&self.ask);
+            let new = columns.new_claim(&self.ask, &self.owner, &self.seed, &self.policy);
+            let parts = Parts::of(snapshot);
+            let answer = parts.answer(snapshot);
+            let ours = transactions::finish(&conn, &session, &new, &answer, "", self.seen.as_ref()).await?;
+            conn.give_back();
+            Ok(ours)
+        };
+        match in_time(self.policy.store_timeout, write).await {
+            Ok(true) => self.landed(),
+            Ok(false) => Ended::Lost,
+            Err(error) => {
+                telemetry::store_failed("an answer could not be kept", &error);
+                Ended::Refused(Code::StoreUnavailable)
+            }
+        }
+    }
+
+    fn landed(&self) -> Ended {
+        self.engine.recent.remember(&self.ask.id);
+        Ended::Landed
+    }
+
+    /// The lock decides: while the transaction may still commit, its backend holds it.
+    async fn resolve(&self, code: Code) -> Ended {
+        match self.owner_after_the_lock().await {
+            Ok(Some(owner)) if owner == self.owner => self.landed(),
+            Ok(owner) if owner == self.seen.as_ref().map(|seen| seen.owner.clone()) => Ended::Refused(code),
+            Ok(_) => Ended::Lost,
+            Err(error) => {
+                telemetry::store_failed("whether a transaction was committed cannot be told", &error);
+                Ended::Unknown
+            }
+        }
+    }
+
+    async fn owner_after_the_lock(&self) -> Result<Option<Vec<u8>>, Error> {
+        let wait = async {
+            let mut conn = self.engine.store.connection().await?;
+            transactions::wait_for_lock(&mut conn, self.ask.id.lock()).await?;
+            conn.give_back();
+            Ok(())
+        };
+        in_time(self.policy.store_timeout, wait).await?;
+        let row = self.engine.look(&self.ask.id, &self.policy).await?;
+        Ok(row.map(|row| row.owner))
+    }
+
+    async fn is_answered(&self) -> Result<bool, Error> {
+        let row = self.engine.look(&self.ask.id, &self.policy).await?;
+        Ok(row.is_some_and(|row| !row.expired && row.state == "completed"))
+    }
+}
+
+impl fmt::Debug for Atomic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Atomic").field("id", &self.ask.id).finish_non_exhaustive()
+    }
+}

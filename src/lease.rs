@@ -1,0 +1,183 @@
+//! A claim that is held, and how it ends.
+
+use std::{fmt, sync::Arc};
+
+use actix_web::http::StatusCode;
+
+use crate::{
+    engine::{Engine, ending::Ending, leases::Owner},
+    policy::Policy,
+    refusal::Code,
+    scope::KeyId,
+    snapshot::ResponseSnapshot,
+    telemetry::{self, Event},
+    transaction::{Commit, Transaction},
+};
+
+/// A claim that is held: renewed in the background until it is ended. Dropped before that, it releases
+/// the key in the background.
+pub(crate) struct Lease {
+    pub(crate) id: KeyId,
+    pub(crate) owner: Owner,
+    pub(crate) attempt: i32,
+    pub(crate) seed: [u8; 32],
+    /// Whether the claim survives a crash of the database already.
+    pub(crate) is_durable: bool,
+    policy: Arc<Policy>,
+    engine: Arc<Engine>,
+    /// What is left to do when it is dropped.
+    ending: Option<Ending>,
+}
+
+/// What became of an ending.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// It is stored.
+    Landed,
+    /// Somebody else has the key.
+    Lost,
+    /// The store failed; it is being sent again in the background.
+    Later,
+    /// It was rolled back, and the key is free or will be; this is why.
+    Refused(Code),
+    /// Whether it was committed cannot be told now. Nothing is released and nothing renewed.
+    Unknown,
+}
+
+impl Lease {
+    /// Before the claim is sent: whatever becomes of it, this is what ends it.
+    pub(crate) fn new(id: KeyId, owner: Owner, seed: [u8; 32], engine: &Arc<Engine>, policy: &Arc<Policy>) -> Self {
+        Self {
+            id,
+            owner,
+            attempt: 1,
+            seed,
+            is_durable: policy.durable_claims,
+            policy: Arc::clone(policy),
+            engine: Arc::clone(engine),
+            ending: Some(Ending::Release(None)),
+        }
+    }
+
+    /// Nothing was claimed.
+    pub(crate) fn disarm(mut self) {
+        self.ending = None;
+    }
+
+    /// Ends the attempt with an answer that is kept.
+    pub(crate) async fn complete(self, snapshot: ResponseSnapshot) -> Ended {
+        self.end(Ending::Complete(snapshot)).await
+    }
+
+    /// Ends the attempt and gives the key back; the status says how the next one may use it.
+    pub(crate) async fn release(self, status: StatusCode) -> Ended {
+        telemetry::event(Event::Released, &self.id);
+        self.end(Ending::Release(Some(status))).await
+    }
+
+    /// Ends the attempt with an answer that is kept, in the transaction of the handler's writes.
+    pub(crate) async fn commit(self, transaction: Transaction, snapshot: ResponseSnapshot) -> Ended {
+        let stored = transaction
+            .commit_after(&self.policy, async |tx| tx.complete(&self.id.0, &self.owner, &snapshot).await)
+            .await;
+        match stored {
+            Commit::Done => {
+                self.done();
+                Ended::Landed
+            }
+            Commit::Lost => {
+                self.done();
+                Ended::Lost
+            }
+            // Its writes are there, its answer is not: they must not be made again.
+            Commit::EndedByHandler => self.refuse_for_good().await,
+            Commit::RolledBack(code) => match self.release(code.status()).await {
+                Ended::Lost => Ended::Lost,
+                _ => Ended::Refused(code),
+            },
+            Commit::InDoubt(code) => self.resolve(code).await,
+        }
+    }
+
+    /// The fenced release decides, not a read: a commit that is still on its way holds the row.
+    async fn resolve(mut self, code: Code) -> Ended {
+        let release = Ending::Release(Some(code.status()));
+        let released = self.engine.end(self.id, self.owner, &release, &self.policy).await;
+        let row = match released {
+            Ok(true) => {
+                self.done();
+                return Ended::Refused(code);
+            }
+            Ok(false) => self.engine.look(&self.id, &self.policy).await,
+            Err(error) => Err(error),
+        };
+        match row {
+            Ok(row) => {
+                let owner = self.owner;
+                self.done();
+                let committed = row.is_some_and(|row| row.owner == owner && row.state == "completed");
+                if committed { Ended::Landed } else { Ended::Lost }
+            }
+            Err(error) => {
+                telemetry::store_failed("whether a transaction was committed cannot be told", &error);
+                self.ending = None;
+                self.abandon();
+                Ended::Unknown
+            }
+        }
+    }
+
+    async fn refuse_for_good(self) -> Ended {
+        let code = Code::TransactionMisused;
+        match self.complete(crate::refusal::snapshot(code)).await {
+            Ended::Lost => Ended::Lost,
+            _ => Ended::Refused(code),
+        }
+    }
+
+    /// The row has been seen to be settled, by this attempt or another.
+    pub(crate) fn confirm(self) {
+        self.done();
+    }
+
+    /// Neither completed nor released: the lease ends it.
+    pub(crate) fn abandon(mut self) {
+        self.ending = None;
+        self.engine.leases.let_go(self.id, self.owner);
+    }
+
+    async fn end(mut self, ending: Ending) -> Ended {
+        // From here on, whoever drops this future leaves the ending to the background.
+        self.ending = Some(ending.clone());
+        match self.engine.end(self.id, self.owner, &ending, &self.policy).await {
+            Ok(landed) => {
+                self.done();
+                if landed { Ended::Landed } else { Ended::Lost }
+            }
+            Err(error) => {
+                telemetry::store_failed("an attempt could not be ended at once", &error);
+                Ended::Later
+            }
+        }
+    }
+
+    fn done(mut self) {
+        self.ending = None;
+        self.engine.leases.let_go(self.id, self.owner);
+        self.engine.waiters.wake(&self.id);
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(ending) = self.ending.take() {
+            self.engine.end_later(self.id, self.owner, ending, Arc::clone(&self.policy));
+        }
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").field("id", &self.id).field("attempt", &self.attempt).finish_non_exhaustive()
+    }
+}

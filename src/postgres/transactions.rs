@@ -1,0 +1,317 @@
+//! Transactions that a handler writes in, and the finished row that commits with it.
+//!
+//! A mark that is local to the transaction (`actix_idempotency.owner`) tells that it is still the one
+//! that was begun: after a COMMIT that the handler sent by itself, whatever asks for the mark
+//! changes nothing.
+
+use diesel::{
+    QueryResult,
+    sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text},
+};
+use diesel_async::{AnsiTransactionManager, AsyncConnection, RunQueryDsl, SimpleAsyncConnection, TransactionManager};
+
+use super::{
+    AsyncPgConnection,
+    keys::{Answer, NewClaim, Row},
+    statement,
+};
+
+type Manager = <AsyncPgConnection as AsyncConnection>::TransactionManager;
+
+/// What every connection of a pool starts a transaction with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Session {
+    pub(crate) role: String,
+    pub(crate) search_path: String,
+    pub(crate) isolation: String,
+}
+
+statement! {
+    struct AskSession { nothing: str }
+    returns (Text, Text, Text);
+    [
+        "SELECT current_setting('role'), current_setting('search_path'), \
+         current_setting('default_transaction_isolation') || ", (nothing: Text)
+    ]
+}
+
+pub(crate) async fn session(conn: &mut AsyncPgConnection) -> QueryResult<Session> {
+    let (role, search_path, isolation) = AskSession { nothing: "" }.get_result(conn).await?;
+    Ok(Session { role, search_path, isolation })
+}
+
+/// Begins through diesel's transaction manager, so that a connection whose transaction was dropped is
+/// not used again. `mark` is hexadecimal; `isolation` is SQL of ours, or empty for the server's default.
+pub(crate) async fn begin(
+    conn: &mut AsyncPgConnection,
+    isolation: &str,
+    idle_timeout_ms: i64,
+    mark: &str,
+) -> QueryResult<()> {
+    let sql = format!(
+        "BEGIN {isolation}; SET LOCAL idle_in_transaction_session_timeout = {idle_timeout_ms}; \
+         SET LOCAL actix_idempotency.owner = '{mark}'"
+    );
+    AnsiTransactionManager::begin_transaction_sql(conn, &sql).await
+}
+
+pub(crate) async fn rollback(conn: &mut AsyncPgConnection) -> QueryResult<()> {
+    Manager::rollback_transaction(conn).await
+}
+
+/// Only right after a statement that was checked: COMMIT of an aborted transaction says OK and rolls back.
+pub(crate) async fn commit(conn: &mut AsyncPgConnection) -> QueryResult<()> {
+    Manager::commit_transaction(conn).await
+}
+
+/// How deep transactions nest here: 1 is a transaction, more has savepoints in it. `None` where the
+/// manager has lost track.
+pub(crate) fn depth(conn: &mut AsyncPgConnection) -> Option<u32> {
+    let status = Manager::transaction_manager_status_mut(conn);
+    status.transaction_depth().ok().map(|depth| depth.map_or(0, u32::from))
+}
+
+statement! {
+    struct SetLocal { names: &'a [String], values: &'a [String] }
+    returns Text;
+    [
+        "SELECT set_config(setting.name, setting.value, true) FROM unnest(",
+        (names: Array<Text>), ", ", (values: Array<Text>), ") AS setting (name, value)",
+    ]
+}
+
+/// `SET LOCAL` for each.
+pub(crate) async fn set_local(conn: &mut AsyncPgConnection, names: &[String], values: &[String]) -> QueryResult<()> {
+    SetLocal { names: &names, values: &values }.load::<String>(conn).await.map(drop)
+}
+
+statement! {
+    struct Pin { id: [u8], owner: [u8] }
+    returns Integer;
+    [
+        "SELECT attempt FROM idempotency_keys WHERE id = ", (id: Binary), " AND owner = ", (owner: Binary),
+        " AND state = 'outstanding' FOR NO KEY UPDATE",
+    ]
+}
+
+/// Locks the row of a claim in a transaction whose snapshot never changes: a renewal meanwhile would
+/// make its completion fail. `false`: somebody else has the key.
+pub(crate) async fn pin(conn: &mut AsyncPgConnection, id: &[u8], owner: &[u8]) -> QueryResult<bool> {
+    let rows: Vec<i32> = Pin { id, owner }.load(conn).await?;
+    Ok(!rows.is_empty())
+}
+
+/// Undoes `SET LOCAL ROLE` and `SET LOCAL search_path` of the handler's: the statements after it mean
+/// our table, and need our rights.
+fn restoring(session: &Session) -> String {
+    let path = if session.search_path.is_empty() { "''" } else { &session.search_path };
+    format!("SET LOCAL ROLE '{}'; SET LOCAL search_path TO {path}", session.role.replace('\'', "''"))
+}
+
+/// Sends two things in one round trip, the first one first.
+async fn after_restoring<T>(
+    conn: &AsyncPgConnection,
+    session: &Session,
+    statement: impl Future<Output = QueryResult<T>>,
+) -> QueryResult<T> {
+    let sql = restoring(session);
+    let mut line = conn;
+    let (restored, outcome) = futures_util::future::join(line.batch_execute(&sql), statement).await;
+    restored.and(outcome)
+}
+
+statement! {
+    /// As [`complete`](super::keys::complete), in the transaction that bears the mark.
+    struct CompleteWithin {
+        id: [u8], owner: [u8], mark: str, status: i16, header_names: &'a [&'a str], header_values: &'a [&'a [u8]],
+        body: Option<&'a [u8]>, body_omitted: bool, snapshot_version: i16,
+    }
+    [
+        "UPDATE idempotency_keys SET state = 'completed', completed_at = greatest(created_at, clock_timestamp()), \
+         status = ",
+        (status: SmallInt), ", header_names = ", (header_names: Array<Text>), ", header_values = ",
+        (header_values: Array<Binary>), ", body = ", (body: Nullable<Binary>), ", body_omitted = ",
+        (body_omitted: Bool), ", snapshot_version = ", (snapshot_version: SmallInt),
+        " WHERE id = ", (id: Binary), " AND owner = ", (owner: Binary), " AND state = 'outstanding' \
+         AND (", (mark: Text), " = '' OR current_setting('actix_idempotency.owner', true) = ", (mark: Text), ")",
+    ]
+}
+
+fn complete_statement<'a>(
+    id: &'a [u8],
+    owner: &'a [u8],
+    mark: &'a str,
+    answer: &'a Answer<'a>,
+    omitted: &'a bool,
+) -> CompleteWithin<'a> {
+    CompleteWithin {
+        id,
+        owner,
+        mark,
+        status: &answer.status,
+        header_names: &answer.header_names,
+        header_values: &answer.header_values,
+        body: &answer.body,
+        body_omitted: omitted,
+        snapshot_version: &answer.snapshot_version,
+    }
+}
+
+/// Completes in the transaction that bears the mark. `false`: the lease was lost, or this is no longer
+/// that transaction.
+pub(crate) async fn complete_within(
+    conn: &AsyncPgConnection,
+    session: &Session,
+    id: &[u8],
+    owner: &[u8],
+    mark: &str,
+    answer: &Answer<'_>,
+) -> QueryResult<bool> {
+    let omitted = answer.body.is_none();
+    let statement = complete_statement(id, owner, mark, answer, &omitted);
+    let mut line = conn;
+    let rows = after_restoring(conn, session, statement.execute(&mut line)).await?;
+    Ok(rows == 1)
+}
+
+/// Completes in a transaction of the caller's own, whatever it has set there.
+pub(crate) async fn complete_in(
+    conn: &mut AsyncPgConnection,
+    id: &[u8],
+    owner: &[u8],
+    answer: &Answer<'_>,
+) -> QueryResult<bool> {
+    let omitted = answer.body.is_none();
+    Ok(complete_statement(id, owner, "", answer, &omitted).execute(conn).await? == 1)
+}
+
+statement! {
+    struct AskMark { mark: str }
+    returns Bool;
+    ["SELECT coalesce(current_setting('actix_idempotency.owner', true) = ", (mark: Text), ", false)"]
+}
+
+/// Whether this is still the transaction that bears the mark; fails where it is aborted.
+pub(crate) async fn is_marked(conn: &AsyncPgConnection, mark: &str) -> QueryResult<bool> {
+    let mut line = conn;
+    AskMark { mark }.get_result(&mut line).await
+}
+
+statement! {
+    struct TryLockAndLook { lock: i64, id: [u8] }
+    returns (
+        Bool,
+        Nullable<(
+            Binary, Binary, SmallInt, Text, Binary, Integer, Binary, BigInt, Bool, Nullable<SmallInt>,
+            Nullable<Array<Text>>, Nullable<Array<Binary>>, Nullable<Binary>, Nullable<SmallInt>,
+        )>,
+    );
+    [
+        "SELECT pg_try_advisory_xact_lock(", (lock: BigInt), "), \
+         k.fingerprint, k.recipe, k.recipe_version, k.state, k.owner, k.attempt, k.seed, \
+         ceil(extract(epoch FROM k.leased_until - clock_timestamp()) * 1000)::bigint, \
+         CASE WHEN k.id IS NOT NULL THEN \
+         coalesce(coalesce(k.completed_at, k.leased_until) + (k.expires_at - k.created_at) <= clock_timestamp(), false) \
+         END, k.status, k.header_names, k.header_values, k.body, k.snapshot_version \
+         FROM (SELECT) AS one LEFT JOIN idempotency_keys AS k ON k.id = ",
+        (id: Binary),
+    ]
+}
+
+/// Whether the lock is ours until the end of the transaction, and the row, if there is one. Waits for
+/// nobody. The row may be older than the lock.
+pub(crate) async fn try_lock_and_look(
+    conn: &mut AsyncPgConnection,
+    lock: i64,
+    id: &[u8],
+) -> QueryResult<(bool, Option<Row>)> {
+    TryLockAndLook { lock: &lock, id }.get_result(conn).await
+}
+
+/// Waits until nobody has the lock. For the outcome of a COMMIT that nobody acknowledged.
+pub(crate) async fn wait_for_lock(conn: &mut AsyncPgConnection, lock: i64) -> QueryResult<()> {
+    diesel::sql_query("SELECT pg_advisory_xact_lock($1)").bind::<BigInt, _>(lock).execute(conn).await.map(drop)
+}
+
+/// How a finished row is written, over nothing or over the row that was seen.
+#[derive(Debug, Clone)]
+pub(crate) struct Seen {
+    pub(crate) owner: Vec<u8>,
+    pub(crate) state: String,
+}
+
+statement! {
+    /// One row version, written once. Over a row that has expired or was released it replaces exactly
+    /// the one that was seen; without one the second condition of DO UPDATE matches nothing.
+    struct Finish {
+        id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>, resource: str, key: str,
+        fingerprint: [u8], recipe: [u8], recipe_version: i16, owner: [u8], seed: [u8], retention_ms: Option<i64>,
+        status: i16, header_names: &'a [&'a str], header_values: &'a [&'a [u8]], body: Option<&'a [u8]>,
+        body_omitted: bool, snapshot_version: i16, mark: str, seen_owner: Option<&'a [u8]>, seen_state: Option<&'a str>,
+    }
+    [
+        "INSERT INTO idempotency_keys AS k (id, domain, tenant, principal, resource, key, fingerprint, recipe, \
+         recipe_version, state, owner, attempt, seed, created_at, leased_until, completed_at, expires_at, status, \
+         header_names, header_values, body, body_omitted, snapshot_version) SELECT ",
+        (id: Binary), ", ", (domain: Text), ", ", (tenant: Nullable<Text>), ", ", (principal: Nullable<Text>), ", ",
+        (resource: Text), ", ", (key: Text), ", ", (fingerprint: Binary), ", ", (recipe: Binary), ", ",
+        (recipe_version: SmallInt), ", 'completed', ", (owner: Binary), ", 1, ", (seed: Binary),
+        ", t.now, t.now, t.now, t.now + ", (retention_ms: Nullable<BigInt>), " * interval '1 millisecond', ",
+        (status: SmallInt), ", ", (header_names: Array<Text>), ", ", (header_values: Array<Binary>), ", ",
+        (body: Nullable<Binary>), ", ", (body_omitted: Bool), ", ", (snapshot_version: SmallInt),
+        " FROM (SELECT clock_timestamp() AS now) AS t WHERE ", (mark: Text),
+        " = '' OR current_setting('actix_idempotency.owner', true) = ", (mark: Text),
+        " ON CONFLICT (id) DO UPDATE SET fingerprint = excluded.fingerprint, recipe = excluded.recipe, \
+         recipe_version = excluded.recipe_version, state = excluded.state, owner = excluded.owner, \
+         attempt = excluded.attempt, seed = excluded.seed, created_at = excluded.created_at, \
+         leased_until = excluded.leased_until, completed_at = excluded.completed_at, \
+         expires_at = excluded.expires_at, status = excluded.status, header_names = excluded.header_names, \
+         header_values = excluded.header_values, body = excluded.body, body_omitted = excluded.body_omitted, \
+         snapshot_version = excluded.snapshot_version \
+         WHERE k.owner = ", (seen_owner: Nullable<Binary>), " AND k.state = ", (seen_state: Nullable<Text>),
+    ]
+}
+
+/// Whether the finished row is now there as ours; `false`: somebody was first, or the mark is gone.
+pub(crate) async fn finish(
+    conn: &AsyncPgConnection,
+    session: &Session,
+    new: &NewClaim<'_>,
+    answer: &Answer<'_>,
+    mark: &str,
+    seen: Option<&Seen>,
+) -> QueryResult<bool> {
+    let seen_owner = seen.map(|seen| &seen.owner[..]);
+    let seen_state = seen.map(|seen| &seen.state[..]);
+    let omitted = answer.body.is_none();
+    let finish = Finish {
+        id: new.id,
+        domain: new.domain,
+        tenant: &new.tenant,
+        principal: &new.principal,
+        resource: new.resource,
+        key: new.key,
+        fingerprint: new.fingerprint,
+        recipe: new.recipe,
+        recipe_version: &new.recipe_version,
+        owner: new.owner,
+        seed: new.seed,
+        retention_ms: &new.retention_ms,
+        status: &answer.status,
+        header_names: &answer.header_names,
+        header_values: &answer.header_values,
+        body: &answer.body,
+        body_omitted: &omitted,
+        snapshot_version: &answer.snapshot_version,
+        mark,
+        seen_owner: &seen_owner,
+        seen_state: &seen_state,
+    };
+    let mut line = conn;
+    let rows = if mark.is_empty() {
+        finish.execute(&mut line).await?
+    } else {
+        after_restoring(conn, session, finish.execute(&mut line)).await?
+    };
+    Ok(rows == 1)
+}

@@ -1,0 +1,350 @@
+//! What becomes of an answer: it is judged, captured, kept or not, and only then sent.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use actix_web::{
+    HttpResponse, ResponseError,
+    body::{BoxBody, EitherBody, MessageBody},
+    http::StatusCode,
+};
+use tracing::Span;
+
+use crate::{
+    atomic::Atomic,
+    claim::{self, Ask, Claim},
+    engine::Engine,
+    error::Error,
+    extract::{IdemKey, Slot, Used, Verdict},
+    lease::{Ended, Lease},
+    policy::Policy,
+    refusal::{Code, Refusal},
+    snapshot::{self, Buffered, ResponseSnapshot},
+    telemetry::{self, Event},
+    transaction::{Commit, Transaction},
+};
+
+/// What a request holds while its handler runs.
+#[derive(Debug)]
+pub(crate) enum Hold {
+    /// A row in the table, for a time that is renewed.
+    Lease(Lease),
+    /// The transaction itself.
+    Atomic(Box<Atomic>),
+}
+
+impl Hold {
+    async fn keep(self, transaction: Option<Transaction>, snapshot: ResponseSnapshot) -> Ended {
+        match (self, transaction) {
+            (Self::Lease(lease), None) => lease.complete(snapshot).await,
+            (Self::Lease(lease), Some(transaction)) => lease.commit(transaction, snapshot).await,
+            (Self::Atomic(atomic), None) => atomic.keep(&snapshot).await,
+            (Self::Atomic(atomic), Some(transaction)) => atomic.commit(transaction, snapshot).await,
+        }
+    }
+
+    /// Nothing is done: what the handler wrote was rolled back.
+    pub(crate) async fn give_back(self, status: StatusCode) -> Ended {
+        match self {
+            Self::Lease(lease) => lease.release(status).await,
+            // It has left nothing behind.
+            Self::Atomic(_) => Ended::Landed,
+        }
+    }
+
+    fn abandon(self) {
+        match self {
+            Self::Lease(lease) => lease.abandon(),
+            Self::Atomic(_) => {}
+        }
+    }
+}
+
+/// One request with a key, as those who answer it see it.
+pub(crate) struct Case {
+    pub(crate) engine: Arc<Engine>,
+    pub(crate) policy: Arc<Policy>,
+    pub(crate) ask: Ask,
+    pub(crate) span: Span,
+    began: Instant,
+}
+
+/// What is to be done with an answer.
+enum Course {
+    /// Keep it: in this transaction, where there is one.
+    Keep { transaction: Option<Transaction>, body: bool },
+    /// Roll back, and give the key back; where there is a code, the answer is that.
+    GiveBack { transaction: Option<Transaction>, instead: Option<Code> },
+    /// Roll back, and keep the answer all the same.
+    RollBackAndKeep { transaction: Option<Transaction>, body: bool },
+    /// The handler has stored its answer by itself.
+    Stored { transaction: Option<Transaction>, snapshot: ResponseSnapshot },
+    /// Its transaction is out of reach.
+    Abandon,
+}
+
+/// An error leaves no writes behind; a success commits them, or contradicts itself.
+fn judge(status: StatusCode, verdict: Verdict, used: Used, completed: Option<ResponseSnapshot>) -> Course {
+    let success = status.as_u16() < 400;
+    let body = verdict != Verdict::KeepWithoutBody;
+    match (used, completed) {
+        (Used::Kept, _) => Course::Abandon,
+        (Used::Failed(code, transaction), _) => Course::GiveBack { transaction, instead: success.then_some(code) },
+        (Used::Back(transaction), Some(snapshot)) => Course::Stored { transaction: Some(transaction), snapshot },
+        (Used::Not(_), Some(snapshot)) => Course::Stored { transaction: None, snapshot },
+        (Used::Back(transaction), None) if verdict == Verdict::Release => {
+            if success {
+                telemetry::misconfigured(
+                    "a handler has used IdemTx, and its answer of success gives the key back: its writes are rolled back",
+                );
+            }
+            let instead = success.then_some(Code::TransactionMisused);
+            Course::GiveBack { transaction: Some(transaction), instead }
+        }
+        (Used::Not(transaction), None) if verdict == Verdict::Release => {
+            Course::GiveBack { transaction, instead: None }
+        }
+        (Used::Back(transaction), None) if success => Course::Keep { transaction: Some(transaction), body },
+        (Used::Not(transaction), None) if success => Course::Keep { transaction, body },
+        (Used::Back(transaction), None) => Course::RollBackAndKeep { transaction: Some(transaction), body },
+        (Used::Not(transaction), None) => Course::RollBackAndKeep { transaction, body },
+    }
+}
+
+impl Case {
+    pub(crate) fn new(engine: Arc<Engine>, policy: Arc<Policy>, ask: Ask) -> Self {
+        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint);
+        Self { engine, policy, ask, span, began: Instant::now() }
+    }
+
+    /// The answer that is sent for the handler's.
+    pub(crate) async fn settle<B>(
+        &self,
+        hold: Hold,
+        key: &IdemKey,
+        slot: &Slot,
+        mut response: HttpResponse<B>,
+    ) -> HttpResponse<EitherBody<B>>
+    where
+        B: MessageBody + 'static,
+    {
+        snapshot::remove_markers(response.headers_mut(), &self.policy);
+        let status = response.status();
+        let verdict = key.verdict(status, &self.policy);
+        let used = slot.close();
+        if let (Hold::Atomic(_), Used::Not(Some(_)), true) = (&hold, &used, status.as_u16() < 400) {
+            telemetry::event(Event::AtomicWithoutTx, &self.ask.id);
+        }
+        match judge(status, verdict, used, key.completed()) {
+            Course::Keep { transaction, body } => self.keep(hold, transaction, response, body).await,
+            Course::RollBackAndKeep { transaction, body } => {
+                self.roll_back(transaction).await;
+                self.keep(hold, None, response, body).await
+            }
+            Course::GiveBack { transaction, instead } => {
+                self.roll_back(transaction).await;
+                let response = match instead {
+                    None => response.map_into_left_body(),
+                    Some(code) => self.refusal(code.into()).map_into_right_body(),
+                };
+                self.give_back(hold, response).await
+            }
+            Course::Stored { transaction, snapshot } => self.stored(hold, transaction, snapshot, response).await,
+            Course::Abandon => {
+                telemetry::misconfigured("a handler has kept its IdemTx beyond its own end: drop it before you answer");
+                hold.abandon();
+                self.refusal(Code::TransactionMisused.into()).map_into_right_body()
+            }
+        }
+    }
+
+    async fn keep<B>(
+        &self,
+        hold: Hold,
+        transaction: Option<Transaction>,
+        response: HttpResponse<B>,
+        with_body: bool,
+    ) -> HttpResponse<EitherBody<B>>
+    where
+        B: MessageBody + 'static,
+    {
+        let status = response.status();
+        let (head, body) = response.into_parts();
+        let buffered = if with_body {
+            snapshot::buffer(body, head.headers(), &self.policy).await
+        } else {
+            Buffered::Untouched(body)
+        };
+        let (stored, sent) = match buffered {
+            Buffered::Empty(body) => (Some(Default::default()), EitherBody::left(body)),
+            Buffered::Whole(bytes) => (Some(bytes.clone()), EitherBody::right(BoxBody::new(bytes))),
+            Buffered::Untouched(body) => (None, EitherBody::left(body)),
+            Buffered::Streaming(body) => (None, EitherBody::right(body)),
+            Buffered::Failed(error) => {
+                telemetry::body_failed(&*error);
+                self.roll_back(transaction).await;
+                return self.give_back(hold, self.refusal(Code::BodyFailed.into()).map_into_right_body()).await;
+            }
+        };
+        let snapshot = ResponseSnapshot::capture(status, head.headers(), stored, &self.policy);
+        match hold.keep(transaction, snapshot).await {
+            Ended::Landed | Ended::Later => {
+                self.report("fresh");
+                head.set_body(sent)
+            }
+            Ended::Lost => self.overtaken().await.map_into_right_body(),
+            Ended::Refused(code) => self.refusal(code.into()).map_into_right_body(),
+            Ended::Unknown => self.refusal(Code::OutcomeUnknown.into()).map_into_right_body(),
+        }
+    }
+
+    async fn give_back<B>(&self, hold: Hold, response: HttpResponse<EitherBody<B>>) -> HttpResponse<EitherBody<B>> {
+        match hold.give_back(response.status()).await {
+            Ended::Lost => self.overtaken().await.map_into_right_body(),
+            _ => {
+                self.report("released");
+                response
+            }
+        }
+    }
+
+    /// The handler has completed its key in a transaction, its own or `IdemTx`: what the row says counts.
+    async fn stored<B>(
+        &self,
+        hold: Hold,
+        transaction: Option<Transaction>,
+        snapshot: ResponseSnapshot,
+        response: HttpResponse<B>,
+    ) -> HttpResponse<EitherBody<B>> {
+        let success = response.status().as_u16() < 400;
+        match transaction {
+            Some(transaction) if success => {
+                // What this says is asked of the row below.
+                let _ = transaction.commit_after(&self.policy, async |tx| tx.is_ours().await).await;
+            }
+            transaction => self.roll_back(transaction).await,
+        }
+        let Hold::Lease(lease) = hold else {
+            return self.refusal(Code::Misconfigured.into()).map_into_right_body();
+        };
+        match self.engine.look(&self.ask.id, &self.policy).await {
+            Ok(Some(row)) if row.owner == lease.owner && row.state == "completed" => {
+                lease.confirm();
+                self.report("fresh");
+                snapshot.into_response().map_into_right_body()
+            }
+            // Rolled back: the row is as the claim left it.
+            Ok(Some(row)) if row.owner == lease.owner => {
+                let response = if success {
+                    telemetry::misconfigured(
+                        "a handler answers with success, and the transaction of its complete_in was rolled back",
+                    );
+                    self.refusal(Code::TransactionMisused.into()).map_into_right_body()
+                } else {
+                    response.map_into_left_body()
+                };
+                self.give_back(Hold::Lease(lease), response).await
+            }
+            Ok(_) => {
+                lease.confirm();
+                self.overtaken().await.map_into_right_body()
+            }
+            Err(error) => {
+                telemetry::store_failed("whether the handler's transaction was committed cannot be told", &error);
+                lease.abandon();
+                self.refusal(Code::OutcomeUnknown.into()).map_into_right_body()
+            }
+        }
+    }
+
+    /// Somebody else has the key: what they stored is the answer.
+    pub(crate) async fn overtaken(&self) -> HttpResponse<BoxBody> {
+        telemetry::event(Event::LeaseLost, &self.ask.id);
+        match claim::look_again(&self.engine, &self.ask, &self.policy).await {
+            Ok(Some(Claim::Replay(snapshot))) => self.replay(snapshot),
+            Ok(Some(Claim::KeyReused)) => self.key_reused(),
+            Ok(Some(Claim::NewerVersion)) => self.refusal(Code::NewerVersion.into()),
+            Ok(_) => self.refusal(Code::LeaseLost.into()),
+            Err(error) => {
+                telemetry::store_failed("an attempt was overtaken, and by what is unknown", &error);
+                self.refusal(Code::OutcomeUnknown.into())
+            }
+        }
+    }
+
+    async fn roll_back(&self, transaction: Option<Transaction>) {
+        if let Some(transaction) = transaction {
+            transaction.rollback(&self.policy).await;
+        }
+    }
+
+    pub(crate) fn replay(&self, snapshot: ResponseSnapshot) -> HttpResponse<BoxBody> {
+        telemetry::event(Event::Replayed, &self.ask.id);
+        self.report("replayed");
+        snapshot.replay(&self.policy)
+    }
+
+    pub(crate) fn key_reused(&self) -> HttpResponse<BoxBody> {
+        telemetry::event(Event::KeyReused, &self.ask.id);
+        self.refusal(Code::KeyReused.into())
+    }
+
+    pub(crate) fn unavailable(&self, error: &Error) -> HttpResponse<BoxBody> {
+        telemetry::store_failed("a request could not be claimed", error);
+        self.refusal(Code::StoreUnavailable.into())
+    }
+
+    pub(crate) fn outstanding(&self, lease_left: Duration) -> HttpResponse<BoxBody> {
+        telemetry::event(Event::Outstanding, &self.ask.id);
+        let wait = self.policy.retry_after.min(lease_left);
+        self.refusal(Refusal::new(Code::Outstanding).retry_after(wait))
+    }
+
+    pub(crate) fn refusal(&self, refusal: Refusal) -> HttpResponse<BoxBody> {
+        self.report(refusal.code().as_str());
+        telemetry::rejected(refusal.code().as_str());
+        refusal.documented(self.policy.documentation.as_ref()).error_response()
+    }
+
+    pub(crate) fn report(&self, outcome: &str) {
+        telemetry::outcome(&self.span, outcome, self.began);
+    }
+}
+
+/// The answer to a request without a key, whose handler may have used a transaction.
+pub(crate) async fn settle_keyless<B>(
+    policy: &Policy,
+    slot: &Slot,
+    response: HttpResponse<B>,
+) -> HttpResponse<EitherBody<B>> {
+    let success = response.status().as_u16() < 400;
+    let code = match slot.close() {
+        Used::Not(_) => return response.map_into_left_body(),
+        Used::Back(transaction) if success => {
+            match transaction.commit_after(policy, async |tx| tx.is_ours().await).await {
+                Commit::Done => return response.map_into_left_body(),
+                Commit::RolledBack(code) => code,
+                Commit::Lost | Commit::EndedByHandler => Code::TransactionMisused,
+                Commit::InDoubt(Code::StoreUnavailable) => Code::OutcomeUnknown,
+                Commit::InDoubt(code) => code,
+            }
+        }
+        Used::Back(transaction) => {
+            transaction.rollback(policy).await;
+            return response.map_into_left_body();
+        }
+        Used::Failed(code, transaction) => {
+            if let Some(transaction) = transaction {
+                transaction.rollback(policy).await;
+            }
+            if !success {
+                return response.map_into_left_body();
+            }
+            code
+        }
+        Used::Kept => Code::TransactionMisused,
+    };
+    Refusal::new(code).documented(policy.documentation.as_ref()).error_response().map_into_right_body()
+}

@@ -1,0 +1,251 @@
+//! A transaction on a pooled connection, opened for a handler and ended by this crate.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
+
+use diesel_async::AsyncPgConnection;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::{
+    engine::{
+        Engine,
+        ending::{millis, stored},
+        store::{Checkout, in_time},
+    },
+    error::{Error, ErrorKind},
+    policy::Policy,
+    postgres::{
+        PgPool,
+        keys::Answer,
+        transactions::{self, Session},
+    },
+    refusal::Code,
+    snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
+    telemetry,
+};
+
+/// Those who may hold a connection for as long as a handler runs: all but one of the pool's, so that
+/// claims, and handlers that take a connection beside their transaction, find one; the only one of a
+/// pool of one.
+#[derive(Debug)]
+pub(crate) struct Holders {
+    permits: Arc<Semaphore>,
+    limit: Mutex<usize>,
+}
+
+impl Holders {
+    /// One for each pool, however many engines share it.
+    pub(crate) fn of(pool: &PgPool) -> Arc<Self> {
+        static ALL: Mutex<Option<HashMap<String, Weak<Holders>>>> = Mutex::new(None);
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = all.get_or_insert_default();
+        all.retain(|_, holders| holders.strong_count() > 0);
+        // What a pool prints is the address that its clones share. An engine that has the holders has
+        // the pool too, so that no other pool can get the address meanwhile.
+        let pool_id = format!("{pool:?}");
+        if let Some(holders) = all.get(&pool_id).and_then(Weak::upgrade) {
+            return holders;
+        }
+        let limit = (pool.config().max_size as usize).saturating_sub(1).max(1);
+        let holders = Arc::new(Self { permits: Arc::new(Semaphore::new(limit)), limit: Mutex::new(limit) });
+        all.insert(pool_id, Arc::downgrade(&holders));
+        holders
+    }
+
+    pub(crate) fn set_limit(&self, new: usize) {
+        let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
+        match new.checked_sub(*limit) {
+            Some(more) => self.permits.add_permits(more),
+            None => drop(self.permits.forget_permits(*limit - new)),
+        }
+        *limit = new;
+    }
+
+    async fn join(&self) -> Result<OwnedSemaphorePermit, Error> {
+        let permit = Arc::clone(&self.permits).acquire_owned().await;
+        permit.map_err(|error| Error::new(ErrorKind::Connection, "no transaction can be opened").because(error))
+    }
+}
+
+/// Open, one level deep when it begins, and marked, so that it is recognised.
+pub(crate) struct Transaction {
+    conn: Box<Checkout>,
+    /// Returned after the connection.
+    _permit: OwnedSemaphorePermit,
+    mark: String,
+    session: Arc<Session>,
+}
+
+impl Transaction {
+    /// Waits for a connection, within the deadline of the policy, and begins.
+    pub(crate) async fn begin(engine: &Engine, policy: &Policy) -> Result<Self, Error> {
+        in_time(policy.store_timeout, async {
+            let permit = engine.holders.join().await?;
+            let mut conn = engine.store.connection().await?;
+            let session = engine.session(&mut conn).await?;
+            let mark = hex::encode(rand::random::<[u8; 16]>());
+            let idle = millis(policy.idle_in_transaction);
+            transactions::begin(&mut conn, policy.isolation.sql(), idle, &mark).await?;
+            Ok(Self { conn: Box::new(conn), _permit: permit, mark, session })
+        })
+        .await
+    }
+
+    /// Whether statements of this transaction all see what the first one saw.
+    pub(crate) fn has_one_snapshot(&self, policy: &Policy) -> bool {
+        policy.isolation.has_one_snapshot(&self.session.isolation)
+    }
+
+    pub(crate) async fn set_local(&mut self, settings: Vec<(String, String)>) -> Result<(), Error> {
+        if settings.is_empty() {
+            return Ok(());
+        }
+        let (names, values): (Vec<_>, Vec<_>) = settings.into_iter().unzip();
+        Ok(transactions::set_local(&mut self.conn, &names, &values).await?)
+    }
+
+    pub(crate) fn conn(&self) -> &AsyncPgConnection {
+        &self.conn
+    }
+
+    pub(crate) fn conn_mut(&mut self) -> &mut AsyncPgConnection {
+        &mut self.conn
+    }
+
+    pub(crate) fn mark(&self) -> &str {
+        &self.mark
+    }
+
+    pub(crate) fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// Whether the handler has left it as it found it, savepoints and all.
+    pub(crate) fn is_one_level_deep(&mut self) -> bool {
+        transactions::depth(&mut self.conn) == Some(1)
+    }
+
+    /// Stores the answer of a claim in this transaction. `false`: the lease was lost, or the handler
+    /// has ended the transaction by itself.
+    pub(crate) async fn complete(&self, id: &[u8], owner: &[u8], snapshot: &ResponseSnapshot) -> Result<bool, Error> {
+        let parts = Parts::of(snapshot);
+        let answer = parts.answer(snapshot);
+        Ok(transactions::complete_within(&self.conn, &self.session, id, owner, &self.mark, &answer).await?)
+    }
+
+    /// A checked statement: fails where the transaction is aborted, `false` where it is no longer ours.
+    pub(crate) async fn is_ours(&self) -> Result<bool, Error> {
+        Ok(transactions::is_marked(&self.conn, &self.mark).await?)
+    }
+
+    /// Sends the last statement, which must change something, and commits.
+    pub(crate) async fn commit_after(
+        mut self,
+        policy: &Policy,
+        last: impl AsyncFnOnce(&Self) -> Result<bool, Error>,
+    ) -> Commit {
+        if !self.is_one_level_deep() {
+            telemetry::misconfigured("a handler has left a savepoint of its IdemTx open: its writes are rolled back");
+            return Commit::RolledBack(Code::TransactionMisused);
+        }
+        match in_time(policy.store_timeout, last(&self)).await {
+            Ok(true) => {}
+            Ok(false) => return self.explain(policy).await,
+            Err(error) => {
+                let code = code_of(&error);
+                telemetry::store_failed("a transaction failed before its COMMIT", &error);
+                self.rollback(policy).await;
+                return Commit::RolledBack(code);
+            }
+        }
+        let committed = async { Ok(transactions::commit(&mut self.conn).await?) };
+        match in_time(policy.store_timeout, committed).await {
+            Ok(()) => {
+                self.conn.give_back();
+                Commit::Done
+            }
+            Err(error) => {
+                telemetry::store_failed("a COMMIT failed", &error);
+                Commit::InDoubt(code_of(&error))
+            }
+        }
+    }
+
+    /// Why the last statement changed nothing.
+    async fn explain(self, policy: &Policy) -> Commit {
+        match in_time(policy.store_timeout, self.is_ours()).await {
+            Ok(true) => {
+                self.rollback(policy).await;
+                Commit::Lost
+            }
+            Ok(false) => {
+                telemetry::misconfigured("a handler has ended the transaction of its IdemTx by itself");
+                Commit::EndedByHandler
+            }
+            Err(error) => Commit::RolledBack(code_of(&error)),
+        }
+    }
+
+    /// Where this fails, or is dropped, the connection is closed, which rolls back as well.
+    pub(crate) async fn rollback(mut self, policy: &Policy) {
+        let rolled_back = async { Ok(transactions::rollback(&mut self.conn).await?) };
+        if in_time(policy.store_timeout, rolled_back).await.is_ok() {
+            self.conn.give_back();
+        }
+    }
+}
+
+impl fmt::Debug for Transaction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Transaction")
+    }
+}
+
+/// What became of a COMMIT.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Commit {
+    Done,
+    /// Rolled back: the last statement changed nothing, because somebody else has the key.
+    Lost,
+    /// The handler has sent COMMIT or ROLLBACK by itself.
+    EndedByHandler,
+    /// Rolled back, for this reason.
+    RolledBack(Code),
+    /// COMMIT was not acknowledged; if it has failed, this is why.
+    InDoubt(Code),
+}
+
+fn code_of(error: &Error) -> Code {
+    match error.kind() {
+        ErrorKind::Serialization => Code::Serialization,
+        ErrorKind::Constraint => Code::ConstraintViolated,
+        ErrorKind::Connection | ErrorKind::Timeout | ErrorKind::ReadOnly => Code::StoreUnavailable,
+        _ => Code::TransactionAborted,
+    }
+}
+
+/// A snapshot as the table takes it.
+pub(crate) struct Parts<'a> {
+    names: Vec<&'a str>,
+    values: Vec<&'a [u8]>,
+}
+
+impl<'a> Parts<'a> {
+    pub(crate) fn of(snapshot: &'a ResponseSnapshot) -> Self {
+        let (names, values) = snapshot.headers().map(|(name, value)| (name.as_str(), value.as_bytes())).unzip();
+        Self { names, values }
+    }
+
+    pub(crate) fn answer<'b>(&'b self, snapshot: &'b ResponseSnapshot) -> Answer<'b> {
+        Answer {
+            status: stored(snapshot.status()),
+            header_names: &self.names,
+            header_values: &self.values,
+            body: snapshot.body().map(|body| &body[..]),
+            snapshot_version: SNAPSHOT_VERSION,
+        }
+    }
+}
