@@ -1,4 +1,4 @@
-//! The pieces that concern a state, stored as text or as a Postgres enum.
+//! The pieces that concern a state, stored as text or as a Postgres enum, and what follows its change.
 
 use std::io::Write;
 
@@ -6,11 +6,13 @@ use diesel::{
     QueryResult,
     expression::Expression,
     pg::Pg,
-    query_builder::{AstPass, QueryFragment},
+    query_builder::{AstPass, QueryFragment, QueryId},
     query_source::Column,
     serialize::{IsNull, Output, ToSql},
     sql_types::{HasSqlType, SingleValue, SqlType, Text, is_nullable::NotNull},
 };
+use diesel_async::{AsyncPgConnection, RunQueryDsl};
+use futures_util::{FutureExt, future::BoxFuture};
 
 /// The text of a state. Postgres sends and takes the label of an enum as it does text.
 #[derive(Debug, Clone, Copy)]
@@ -84,4 +86,45 @@ impl<C: QueryFragment<Pg>> QueryFragment<Pg> for AsText<C> {
 
 impl<C: Expression> Expression for AsText<C> {
     type SqlType = Text;
+}
+
+/// What follows a move.
+pub trait Follows: Send + Sync {
+    #[doc(hidden)]
+    const FOLLOWS: bool;
+
+    #[doc(hidden)]
+    fn write<'a>(self, conn: &'a mut AsyncPgConnection) -> BoxFuture<'a, QueryResult<()>>
+    where
+        Self: 'a;
+}
+
+/// Nothing follows.
+#[derive(Debug, Clone, Copy)]
+pub struct Nothing;
+
+impl Follows for Nothing {
+    const FOLLOWS: bool = false;
+
+    fn write<'a>(self, _: &'a mut AsyncPgConnection) -> BoxFuture<'a, QueryResult<()>>
+    where
+        Self: 'a,
+    {
+        std::future::ready(Ok(())).boxed()
+    }
+}
+
+/// A statement follows: see [`Moving::record`](crate::transition::Moving::record).
+#[derive(Debug, Clone, Copy)]
+pub struct Recorded<Q>(pub(crate) Q);
+
+impl<Q: QueryFragment<Pg> + QueryId + Send + Sync> Follows for Recorded<Q> {
+    const FOLLOWS: bool = true;
+
+    fn write<'a>(self, conn: &'a mut AsyncPgConnection) -> BoxFuture<'a, QueryResult<()>>
+    where
+        Self: 'a,
+    {
+        async move { self.0.execute(conn).await.map(drop) }.boxed()
+    }
 }

@@ -71,10 +71,10 @@ mod state;
 pub use self::{
     error::TransitionError,
     machine::{InvalidMachine, Machine, MachineBuilder},
-    moving::{Begun, Follows, Moving, Nothing, Recorded, RowOf},
+    moving::{Begun, Moving, RowOf},
     state::{State, UnknownState},
 };
-pub use crate::postgres::transition::{AsText, Label, StateType};
+pub use crate::postgres::transition::{AsText, Follows, Label, Nothing, Recorded, StateType};
 
 /// Where a row is that was to be moved: in the state that was asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,15 +10,14 @@ use diesel::{
     query_source::{Column, QuerySource, Table},
     sql_types::BoolOrNullableBool,
 };
-use diesel_async::{AsyncPgConnection, RunQueryDsl};
-use futures_util::{FutureExt, future::BoxFuture};
+use diesel_async::AsyncPgConnection;
 
 use super::{Machine, State, Transition, TransitionError, UnknownState};
 use crate::{
     postgres::{
         guarded::{self, Both, Look, Piece, Returns, TRIES, Update},
         savepoint,
-        transition::{AsText, IsState, Label, SetState},
+        transition::{AsText, Follows, IsState, Label, Nothing, Recorded, SetState},
         version::{self, NotRaised, Raised, Raises},
     },
     version::{Keyed, Versioned},
@@ -321,46 +320,5 @@ where
         let from = TableOf::<S>::table().from_clause();
         let look = Look { what: &self.returning, from: &from, row: Both(&self.row, is_there) };
         guarded::one::<R, U, _>(look, conn).await
-    }
-}
-
-/// What follows a move.
-pub trait Follows: Send + Sync {
-    #[doc(hidden)]
-    const FOLLOWS: bool;
-
-    #[doc(hidden)]
-    fn write<'a>(self, conn: &'a mut AsyncPgConnection) -> BoxFuture<'a, QueryResult<()>>
-    where
-        Self: 'a;
-}
-
-/// Nothing follows.
-#[derive(Debug, Clone, Copy)]
-pub struct Nothing;
-
-impl Follows for Nothing {
-    const FOLLOWS: bool = false;
-
-    fn write<'a>(self, _: &'a mut AsyncPgConnection) -> BoxFuture<'a, QueryResult<()>>
-    where
-        Self: 'a,
-    {
-        std::future::ready(Ok(())).boxed()
-    }
-}
-
-/// A statement follows: see [`Moving::record`].
-#[derive(Debug, Clone, Copy)]
-pub struct Recorded<Q>(Q);
-
-impl<Q: QueryFragment<Pg> + QueryId + Send + Sync> Follows for Recorded<Q> {
-    const FOLLOWS: bool = true;
-
-    fn write<'a>(self, conn: &'a mut AsyncPgConnection) -> BoxFuture<'a, QueryResult<()>>
-    where
-        Self: 'a,
-    {
-        async move { self.0.execute(conn).await.map(drop) }.boxed()
     }
 }

@@ -45,6 +45,9 @@ impl<T: Versioned, K, W> At<T, K, W> {
 
     /// What changes, as diesel's `set` takes it: `column.eq(…)`, a tuple of them, or an `AsChangeset`
     /// struct. The version is raised in any case, also where all fields of the struct are `None`.
+    ///
+    /// Unlike diesel's, the statement is prepared once per connection and text, which saves a round trip from
+    /// the second time on: one for each combination of `None` fields that occurs.
     pub fn set<S>(self, changes: S) -> VersionedUpdate<T, K, W, S::Changeset, AsBigInt<T::Version>>
     where
         S: AsChangeset<Target = T>,

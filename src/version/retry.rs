@@ -6,10 +6,14 @@ use backon::{BackoffBuilder, ExponentialBuilder};
 use diesel::result::Error as QueryError;
 use diesel_async::AsyncPgConnection;
 
-use super::{BatchError, VersionError};
-use crate::postgres::{
-    guarded::{is_deadlock, is_in_transaction, is_serialization},
-    savepoint,
+use super::{BatchError, Expected, VersionError};
+use crate::{
+    duplicate::{DuplicateError, InsertError},
+    guarded::GuardedError,
+    postgres::{
+        guarded::{is_deadlock, is_in_transaction, is_serialization},
+        savepoint,
+    },
 };
 
 /// How often [`Retry`] tries: five times. Who loses five times in a row to others writes to a row that
@@ -41,9 +45,10 @@ pub const DEFAULT_TRIES: usize = 5;
 /// that helps against staleness under READ COMMITTED only, and 40001 and deadlocks, which end the caller's
 /// transaction, are not retried.
 ///
-/// **Not for an `If-Match`**: a client that named a version has decided on what it saw, and must be told.
+/// A stale `If-Match` is not retried: a client that named a version has decided on what it saw, and must be
+/// told.
 ///
-/// What is retried is a stale version, 40001 and 40P01 (deadlock), as [`Retryable`] tells; whatever else
+/// What is retried is any other stale version, 40001 and 40P01 (deadlock), as [`Retryable`] tells; whatever else
 /// fails, fails at once. What the closure does outside the database happens once for each attempt.
 ///
 /// # Errors
@@ -183,7 +188,7 @@ impl Retryable for QueryError {
 impl Retryable for VersionError {
     fn lost_race(&self) -> Option<Race> {
         match self {
-            Self::Stale { .. } => Some(Race::Stale),
+            Self::Stale { expected: Expected::Version(_), .. } => Some(Race::Stale),
             Self::Query(error) => error.lost_race(),
             _ => None,
         }
@@ -207,10 +212,18 @@ impl<K> Retryable for BatchError<K> {
     }
 }
 
-/// A handler's error is what it was made from.
+/// A handler's error is what it was made from, if that is one of ours.
 impl Retryable for actix_web::Error {
     fn lost_race(&self) -> Option<Race> {
-        self.as_error::<VersionError>()?.lost_race()
+        if let Some(error) = self.as_error::<VersionError>() {
+            error.lost_race()
+        } else if let Some(error) = self.as_error::<GuardedError>() {
+            error.lost_race()
+        } else if let Some(error) = self.as_error::<InsertError>() {
+            error.lost_race()
+        } else {
+            self.as_error::<DuplicateError>()?.lost_race()
+        }
     }
 
     fn failed(error: QueryError) -> Self {
