@@ -3,7 +3,8 @@
 //!
 //!     ./with-postgres cargo run --example policies
 //!
-//!     post() { curl -si localhost:8080/$1 -H 'Authorization: Bearer alice' -H 'Content-Type: application/json' "${@:2}"; echo; }
+//!     post() { curl -si -X POST localhost:8080/$1 -H 'Authorization: Bearer alice' \
+//!       -H 'Content-Type: application/json' "${@:2}"; echo; }
 //!
 //!     key=$(cat /proc/sys/kernel/random/uuid)
 //!     post orders -d '{"sku": "tea"}'                                     # 400: this one requires a key
@@ -98,7 +99,7 @@ fn once_per_article() -> Idempotency {
 }
 
 #[post("/likes", wrap = "once_per_article()")]
-async fn like(mut tx: IdemTx, like: web::Json<Like>) -> Result<HttpResponse> {
+async fn like_article(mut tx: IdemTx, like: web::Json<Like>) -> Result<HttpResponse> {
     Ok(HttpResponse::Created().json(done(&mut tx, format!("like of {}", like.article)).await?))
 }
 
@@ -140,7 +141,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             .service(create_order)
             .route("/orders/keys/{key}", idempotency.with(orders()).status("POST", "/orders"))
             .service(Idempotency::document(&orders(), "/docs/orders"))
-            .service(like)
+            .service(like_article)
             .service(pay_out)
     })
     .bind(bind)?;

@@ -112,6 +112,48 @@ impl Idempotency {
     /// }
     /// ```
     ///
+    /// With a policy in a plain function it is the annotation that Java services know. There:
+    ///
+    /// ```java
+    /// @Idempotent(key = "#req.userId + ':' + #req.productId", expireSeconds = 15,
+    ///             message = "Your order is being processed, please don't submit twice")
+    /// @PostMapping("/orders")
+    /// public Order createOrder(@RequestBody OrderReq req) { … }
+    /// ```
+    ///
+    /// Here:
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use actix_idempotency::{Code, Idempotency, OnCompleted, Policy, Wording};
+    /// use actix_web::{HttpResponse, post, web};
+    ///
+    /// #[derive(serde::Deserialize)]
+    /// struct OrderReq {
+    ///     user_id: u64,
+    ///     product_id: u64,
+    /// }
+    ///
+    /// fn once_per_order() -> Idempotency {
+    ///     let message = || Wording::new().detail("Your order is being processed, please don't submit twice");
+    ///     let policy = Policy::new()
+    ///         .key_from_json::<OrderReq>(|req| format!("{}:{}", req.user_id, req.product_id))
+    ///         .anonymous() // or, better, .principal(…): whose key it is
+    ///         .retention(Duration::from_secs(15))
+    ///         .on_completed(OnCompleted::Reject)
+    ///         .wording(Code::Outstanding, message())
+    ///         .wording(Code::AlreadyCompleted, message());
+    ///     Idempotency::from_app_data().with(policy)
+    /// }
+    ///
+    /// #[post("/orders", wrap = "once_per_order()")]
+    /// async fn create_order(req: web::Json<OrderReq>) -> HttpResponse {
+    ///     HttpResponse::Created().json(req.product_id)
+    /// }
+    /// ```
+    ///
+    /// The function runs once per worker; what is counted or said once lives in the engine.
+    ///
     /// Where there is none, the answer is 500 `misconfigured`, the handler does not run, and the log
     /// names the line to add.
     #[must_use]

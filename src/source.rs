@@ -156,7 +156,7 @@ impl KeySource {
     /// ```
     #[must_use]
     pub fn typed<T: DeserializeOwned>(key: impl Fn(T) -> String + Send + Sync + 'static) -> Self {
-        Self::computed(std::any::type_name::<T>(), move |_, body| {
+        Self::computed(short_name::<T>(), move |_, body| {
             let body = serde_json::from_slice(body).map_err(|_| InvalidKey::Body)?;
             Ok(Some(key(body)))
         })
@@ -235,7 +235,12 @@ impl KeySource {
 
     /// What keeps its keys apart from those of other sources: nothing for the header.
     pub(crate) fn tag(&self) -> String {
-        if self.is_header() { String::new() } else { self.name() }
+        match &self.0 {
+            Kind::Header => String::new(),
+            // What it is made of is in it.
+            Kind::Digest(_) => "digest".into(),
+            _ => self.name(),
+        }
     }
 
     /// Where its keys come from, in words.
@@ -257,6 +262,12 @@ impl fmt::Debug for KeySource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "KeySource({})", self.name())
     }
+}
+
+/// The name of a type without its modules, which are nobody's business and may be renamed.
+fn short_name<T>() -> String {
+    let name = std::any::type_name::<T>().split_inclusive(['<', '>', '(', ')', '[', ']', ',', ';', ' ', '&']);
+    name.map(|part| part.rsplit("::").next().unwrap_or(part)).collect()
 }
 
 #[track_caller]
@@ -420,13 +431,17 @@ mod tests {
             KeySource::path(["a"]),
             KeySource::query(["a"]),
             KeySource::computed("a", |_, _| Ok(None)),
+            KeySource::typed(|text: String| text),
+            KeySource::typed(|texts: Vec<String>| texts.concat()),
             KeySource::digest(Fields::all()),
-            KeySource::digest(Fields::all().drop_nulls()),
-            KeySource::digest(Fields::only(["/a"])),
         ];
         for (i, a) in all.iter().enumerate() {
             assert!(all[i + 1..].iter().all(|b| a.tag() != b.tag()), "{a:?}");
         }
+        assert_eq!(
+            KeySource::typed(|texts: Vec<Option<String>>| format!("{texts:?}")).name(),
+            "computed Vec<Option<String>>"
+        );
     }
 
     proptest! {

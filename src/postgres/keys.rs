@@ -289,7 +289,8 @@ pub(crate) async fn hold(
 }
 
 statement! {
-    /// A row that is locked is passed by: it is renewed the next time, and holds up no other.
+    /// A row that is locked is passed by: it is renewed the next time, and holds up no other. One that is
+    /// held for longer, by an attempt that has just failed, stays so.
     struct Renew { ids: &'a [&'a [u8]], owners: &'a [&'a [u8]], lease_ms: &'a [i64] }
     returns Binary;
     [
@@ -297,7 +298,8 @@ statement! {
         (owners: Array<Binary>), ", ", (lease_ms: Array<BigInt>), ") AS lease (id, owner, ms) \
          JOIN idempotency_keys AS k ON k.id = lease.id AND k.owner = lease.owner AND k.state = 'outstanding' \
          FOR NO KEY UPDATE OF k SKIP LOCKED) \
-         UPDATE idempotency_keys AS k SET leased_until = clock_timestamp() + due.ms * interval '1 millisecond' \
+         UPDATE idempotency_keys AS k SET leased_until = \
+         greatest(k.leased_until, clock_timestamp() + due.ms * interval '1 millisecond') \
          FROM due WHERE k.id = due.id AND k.state = 'outstanding' RETURNING k.id",
     ]
 }

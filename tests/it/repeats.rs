@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use actix_idempotency::{
-    Code, Fields, IdemKey, IdemTx, Idempotency, Keep, KeySource, OnCompleted, OnFailure, PgPool, Policy, Wording,
+    Code, Fields, IdemKey, IdemTx, Idempotency, Keep, KeySource, OnCompleted, OnFailure, OnOutstanding, PgPool, Policy,
+    Wording,
 };
 use actix_web::{
     HttpRequest, HttpResponse, Result,
@@ -19,6 +20,7 @@ use reqwest::RequestBuilder;
 use serde_json::{Value, json};
 
 use crate::support::{
+    PATIENCE,
     app::{created, effect, effect_in},
     client::{Answer, RequestExt},
     eventually,
@@ -150,6 +152,22 @@ async fn a_repeat_is_told_so_in_the_words_of_the_policy() {
             (&third.json()["detail"], &third.json()["title"]),
             (&json!(message), &json!("This was done already"))
         );
+    }
+}
+
+#[actix_web::test]
+async fn whoever_waits_for_a_guarded_request_is_told_that_it_was_done() {
+    for policy in both(guard().on_outstanding(OnOutstanding::Wait(PATIENCE))) {
+        let rig = rig(policy).await;
+        let order = json!({"sku": "a"});
+        let first = rt::spawn(click(&rig, "alice", &order).header("x-hold", "1").answer());
+        rig.gate.entered(1).await;
+        let second = rt::spawn(click(&rig, "alice", &order).answer());
+        assert!(rig.gate.nobody_enters(Duration::from_millis(200)).await);
+        rig.gate.open(1);
+        assert_first(&first.await.unwrap());
+        assert_rejected(&second.await.unwrap());
+        assert_eq!(rig.db.effects("submit").await, 1);
     }
 }
 
