@@ -18,7 +18,7 @@ use crate::{
     engine::{Engine, leases::Owner, store::in_time},
     error::{Error, ErrorKind},
     lease::Ended,
-    policy::Policy,
+    policy::{Policy, Quota},
     postgres::{
         keys::Row,
         transactions::{self, Seen},
@@ -74,7 +74,7 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
     // A row that is there says most without a transaction.
     if draining || engine.recent.knows(&ask.id) {
         let seen = engine.look(&ask.id, policy).await?;
-        if let Some(claim) = seen.map(|row| told_by(row, ask)).transpose()?.flatten() {
+        if let Some(claim) = seen.map(|row| told_by(row, ask, policy)).transpose()?.flatten() {
             return Ok(claim);
         }
         if draining {
@@ -117,7 +117,9 @@ async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<O
     let look = async { Ok(transactions::try_lock_and_look(transaction.conn_mut(), ask.id.lock(), &ask.id.0).await?) };
     let (locked, row) = in_time(policy.store_timeout, look).await?;
     let seen = row.as_ref().map(|row| Seen { owner: row.owner.clone(), state: row.state.clone() });
-    let told = match row.map(|row| told_by(row, ask)).transpose()?.flatten() {
+    let counts = seen.is_none() && policy.quota != Quota::default();
+    let told = match row.map(|row| told_by(row, ask, policy)).transpose()?.flatten() {
+        None if locked && counts && is_full(&mut transaction, ask, policy).await? => Claim::QuotaExceeded,
         None if locked => return Ok(Opened::Ours(transaction, seen)),
         None => outstanding(),
         Some(told) => told,
@@ -126,11 +128,16 @@ async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<O
     Ok(Opened::Told(told))
 }
 
+async fn is_full(transaction: &mut Transaction, ask: &Ask, policy: &Policy) -> Result<bool, Error> {
+    let columns = Columns::of(ask);
+    in_time(policy.store_timeout, claim::exceeds_quota(transaction.conn_mut(), &columns, policy)).await
+}
+
 /// What a row says, if that is not to run the handler.
-fn told_by(row: Row, ask: &Ask) -> Result<Option<Claim>, Error> {
-    match claim::decide(&row, &ask.fingerprint, &[]) {
+fn told_by(row: Row, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
+    match claim::decide(&row, &ask.fingerprint, &[], policy.on_completed) {
         Decision::TakeOver(_) | Decision::Mine => Ok(None),
-        decision => claim::told(decision, row, ask).map(Some),
+        decision => claim::told(decision, row, ask, policy).map(Some),
     }
 }
 
@@ -146,8 +153,9 @@ impl Atomic {
             .commit_after(&self.policy, async |tx| {
                 let columns = Columns::of(&self.ask);
                 let new = columns.new_claim(&self.ask, &self.owner, &self.seed, &self.policy);
-                let parts = Parts::of(&snapshot);
-                let answer = parts.answer(&snapshot);
+                let stored = self.policy.stored(snapshot);
+                let parts = Parts::of(&stored);
+                let answer = parts.answer(&stored);
                 let (conn, session) = (tx.conn(), tx.session());
                 Ok(transactions::finish(conn, session, &new, &answer, tx.mark(), self.seen.as_ref()).await?)
             })
@@ -155,7 +163,8 @@ impl Atomic {
         match stored {
             Commit::Done => self.landed(),
             Commit::Lost => Ended::Lost,
-            Commit::EndedByHandler => match self.keep(&refusal::snapshot(Code::TransactionMisused)).await {
+            Commit::EndedByHandler => match self.keep(&refusal::snapshot(Code::TransactionMisused, &self.policy)).await
+            {
                 Ended::Lost => Ended::Lost,
                 _ => Ended::Refused(Code::TransactionMisused),
             },

@@ -7,6 +7,7 @@
 //! new statement, a bounded number of times.
 
 use std::{
+    num::NonZeroU32,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -23,10 +24,14 @@ use crate::{
     fingerprint::{Fingerprint, RECIPE_VERSION},
     key::IdempotencyKey,
     lease::Lease,
-    policy::Policy,
-    postgres::keys::{self, NewClaim, Row, Takeover},
+    policy::{OnCompleted, Policy, Quota},
+    postgres::{
+        AsyncPgConnection,
+        keys::{self, NewClaim, Row, Takeover},
+    },
     scope::{KeyId, Scope, readable},
     snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
+    source::Found,
     telemetry::{self, Event},
     transaction::Transaction,
 };
@@ -45,8 +50,8 @@ pub(crate) struct Ask {
 }
 
 impl Ask {
-    pub(crate) fn new(key: IdempotencyKey, scope: Scope, fingerprint: Fingerprint) -> Self {
-        Self { id: scope.id(&key), key, scope, fingerprint }
+    pub(crate) fn new(found: Found, scope: Scope, fingerprint: Fingerprint) -> Self {
+        Self { id: scope.id(&found.source, &found.key), key: found.key, scope, fingerprint }
     }
 }
 
@@ -58,7 +63,11 @@ pub(crate) enum Claim {
     /// Run the handler in this transaction.
     Atomic(Box<Atomic>, Transaction),
     /// Send the stored answer.
-    Replay(ResponseSnapshot),
+    Replay(Stored),
+    /// It is done, and the policy tells no more.
+    AlreadyCompleted,
+    /// The principal has too many keys.
+    QuotaExceeded,
     /// Somebody runs it; the lease ends in so long.
     Outstanding { lease_left: Duration },
     /// The key was used for something else.
@@ -67,6 +76,15 @@ pub(crate) enum Claim {
     NewerVersion,
     /// It would have been claimed, but this process is going down.
     Draining,
+}
+
+/// A stored answer, and what may be told of its key.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    pub(crate) snapshot: ResponseSnapshot,
+    pub(crate) attempt: i32,
+    /// `None`: never.
+    pub(crate) expires_in: Option<Duration>,
 }
 
 /// Claims the key of a request, or says why not.
@@ -89,10 +107,23 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
 /// `None`: there is no answer for it yet.
 pub(crate) async fn look_again(engine: &Engine, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
     let Some(row) = engine.look(&ask.id, policy).await? else { return Ok(None) };
-    match decide(&row, &ask.fingerprint, &[]) {
+    match decide(&row, &ask.fingerprint, &[], OnCompleted::Replay) {
         Decision::Mine | Decision::Outstanding | Decision::TakeOver(_) => Ok(None),
-        decision => told(decision, row, ask).map(Some),
+        decision => told(decision, row, ask, policy).map(Some),
     }
+}
+
+/// Whether the principal has as many keys as it may.
+pub(crate) async fn exceeds_quota(
+    conn: &mut AsyncPgConnection,
+    columns: &Columns,
+    policy: &Policy,
+) -> Result<bool, Error> {
+    let Quota { outstanding, live } = policy.quota;
+    let (are_outstanding, are_live) =
+        keys::count(conn, columns.tenant.as_deref(), columns.principal.as_deref()).await?;
+    let full = |limit: Option<NonZeroU32>, count| limit.is_some_and(|limit| count >= i64::from(limit.get()));
+    Ok(full(outstanding, are_outstanding) || full(live, are_live))
 }
 
 /// What the table shows of a request to people who look.
@@ -172,7 +203,8 @@ impl<'a> Attempt<'a> {
 
     async fn rounds(&self, conn: &mut Checkout, lease: &mut Lease) -> Result<Verdict, Error> {
         let draining = self.engine.is_draining();
-        let mut look_first = draining || self.engine.recent.knows(&self.ask.id);
+        let counts = self.policy.quota != Quota::default();
+        let mut look_first = draining || counts || self.engine.recent.knows(&self.ask.id);
         for _ in 0..ROUNDS {
             let mut waited = false;
             if !look_first {
@@ -191,6 +223,7 @@ impl<'a> Attempt<'a> {
                 // Somebody is about to insert it, and takes long.
                 None if waited => Claim::Outstanding { lease_left: self.policy.lease },
                 None if draining => Claim::Draining,
+                None if counts && self.exceeds_quota(conn).await? => Claim::QuotaExceeded,
                 // It was released by a ROLLBACK or swept since the INSERT met it.
                 None => continue,
                 Some(row) => match self.meet(conn, row, lease).await? {
@@ -203,6 +236,10 @@ impl<'a> Attempt<'a> {
             return Ok(Verdict::Theirs(claim));
         }
         Ok(Verdict::Theirs(Claim::Outstanding { lease_left: self.policy.lease }))
+    }
+
+    async fn exceeds_quota(&self, conn: &mut Checkout) -> Result<bool, Error> {
+        exceeds_quota(conn, &self.columns, self.policy).await
     }
 
     async fn insert(&self, conn: &mut Checkout) -> Result<Inserted, Error> {
@@ -225,7 +262,7 @@ impl<'a> Attempt<'a> {
     /// What follows from a row that is there; `None`: it is another one by now.
     async fn meet(&self, conn: &mut Checkout, row: Row, lease: &mut Lease) -> Result<Option<Verdict>, Error> {
         self.engine.recent.remember(&self.ask.id);
-        let decision = decide(&row, &self.ask.fingerprint, &self.owner);
+        let decision = decide(&row, &self.ask.fingerprint, &self.owner, self.policy.on_completed);
         match decision {
             Decision::TakeOver(_) if self.engine.is_draining() => Ok(Some(Verdict::Theirs(Claim::Draining))),
             Decision::TakeOver(how) => {
@@ -236,7 +273,7 @@ impl<'a> Attempt<'a> {
                 (lease.attempt, lease.seed) = (row.attempt, seed_of(&row)?);
                 Ok(Some(Verdict::Ours))
             }
-            decision => told(decision, row, self.ask).map(|claim| Some(Verdict::Theirs(claim))),
+            decision => told(decision, row, self.ask, self.policy).map(|claim| Some(Verdict::Theirs(claim))),
         }
     }
 
@@ -244,9 +281,21 @@ impl<'a> Attempt<'a> {
         // What a retry goes on with, and a new operation does not.
         let (attempt, seed) =
             if how.is_retry() { (row.attempt.saturating_add(1), seed_of(row)?) } else { (1, self.seed) };
-        let over =
-            Takeover { seen_owner: &row.owner, seen_state: &row.state, attempt, seed: &seed, anew: !how.is_retry() };
-        match keys::take_over(conn, &self.new_claim(), &over).await.map_err(Error::from) {
+        let over = Takeover {
+            seen_owner: &row.owner,
+            seen_state: &row.state,
+            attempt,
+            seed: &seed,
+            anew: !how.is_retry(),
+            again: how == How::Again,
+        };
+        let mut new = self.new_claim();
+        if how.is_retry() {
+            // It may have been made by an earlier secret, and keys may have been derived from it.
+            (new.fingerprint, new.recipe) = (&row.fingerprint, &row.recipe);
+            lease.fingerprint = row.fingerprint.as_slice().try_into().map_err(|_| unreadable())?;
+        }
+        match keys::take_over(conn, &new, &over).await.map_err(Error::from) {
             Ok(true) => {
                 (lease.attempt, lease.seed, lease.is_durable) = (attempt, seed, true);
                 telemetry::event(how.event(), &self.ask.id);
@@ -267,7 +316,7 @@ impl<'a> Attempt<'a> {
     }
 
     fn lease(&self) -> Lease {
-        Lease::new(self.ask.id, self.owner, self.seed, self.engine, self.policy)
+        Lease::new(self.ask, self.owner, self.seed, self.engine, self.policy)
     }
 
     fn new_claim(&self) -> NewClaim<'_> {
@@ -311,6 +360,8 @@ pub(crate) enum How {
     Retried,
     /// The same request again after its lease lapsed.
     Lapsed,
+    /// It is completed, and the policy runs it again.
+    Again,
 }
 
 impl How {
@@ -324,23 +375,26 @@ impl How {
             Self::Expired => Event::Expired,
             Self::Corrected | Self::Retried => Event::Retried,
             Self::Lapsed => Event::TakenOver,
+            Self::Again => Event::RunAgain,
         }
     }
 }
 
 /// The table: row by request. What cannot be compared is never taken for the same request, unless
 /// there is an answer to give.
-pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8]) -> Decision {
+pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8], on_completed: OnCompleted) -> Decision {
     if row.expired {
         return Decision::TakeOver(How::Expired);
     }
     if row.recipe_version > RECIPE_VERSION || row.snapshot_version.is_some_and(|version| version > SNAPSHOT_VERSION) {
         return Decision::NewerVersion;
     }
-    let comparable = row.recipe_version == RECIPE_VERSION && row.recipe == fingerprint.recipe.0;
-    let same = comparable && row.fingerprint == fingerprint.digest;
+    let comparable = fingerprint.by(&row.recipe).filter(|_| row.recipe_version == RECIPE_VERSION);
+    let same = comparable.is_some_and(|digest| row.fingerprint == digest);
+    let comparable = comparable.is_some();
     let nothing_done = row.status.is_some_and(|status| status < 500);
     match row.state.as_str() {
+        "completed" if on_completed == OnCompleted::RunAgain => Decision::TakeOver(How::Again),
         "completed" if same => Decision::Replay,
         "completed" if !comparable => Decision::ReplayUncompared,
         "outstanding" if row.owner == owner => Decision::Mine,
@@ -354,8 +408,10 @@ pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8]) -> Deci
 }
 
 /// What somebody is told who does not get the key.
-pub(crate) fn told(decision: Decision, row: Row, ask: &Ask) -> Result<Claim, Error> {
+pub(crate) fn told(decision: Decision, row: Row, ask: &Ask, policy: &Policy) -> Result<Claim, Error> {
+    let rejects = policy.on_completed == OnCompleted::Reject;
     Ok(match decision {
+        Decision::Replay | Decision::ReplayUncompared if rejects => Claim::AlreadyCompleted,
         Decision::Replay => Claim::Replay(restore(row)?),
         Decision::ReplayUncompared => {
             telemetry::event(Event::RecipeChanged, &ask.id);
@@ -369,11 +425,13 @@ pub(crate) fn told(decision: Decision, row: Row, ask: &Ask) -> Result<Claim, Err
     })
 }
 
-fn restore(row: Row) -> Result<ResponseSnapshot, Error> {
+pub(crate) fn restore(row: Row) -> Result<Stored, Error> {
     let (Some(status), Some(names), Some(values)) = (row.status, row.header_names, row.header_values) else {
         return Err(unreadable());
     };
-    ResponseSnapshot::restore(status, &names, values, row.body).ok_or_else(unreadable)
+    let snapshot = ResponseSnapshot::restore(status, &names, values, row.body).ok_or_else(unreadable)?;
+    let expires_in = row.expires_in_ms.map(|ms| Duration::from_millis(ms.max(0).unsigned_abs()));
+    Ok(Stored { snapshot, attempt: row.attempt, expires_in })
 }
 
 fn seed_of(row: &Row) -> Result<[u8; 32], Error> {

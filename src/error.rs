@@ -6,6 +6,11 @@ use std::{error::Error as StdError, fmt};
 use diesel::result::{ConnectionError, DatabaseErrorKind, Error as QueryError};
 use diesel_async::pooled_connection::{PoolError, bb8::RunError};
 
+use crate::{
+    refusal::{Code, Refusal},
+    telemetry,
+};
+
 type Cause = Box<dyn StdError + Send + Sync>;
 
 /// Something of ours failed: [`kind`](Self::kind) for programs, `Display` for people, the cause in
@@ -92,8 +97,14 @@ impl StdError for Error {
 
 impl From<QueryError> for Error {
     fn from(error: QueryError) -> Self {
+        Self::of(&error)
+    }
+}
+
+impl Error {
+    fn of(error: &QueryError) -> Self {
         use DatabaseErrorKind as D;
-        let kind = match &error {
+        let kind = match error {
             QueryError::DatabaseError(D::SerializationFailure, _) => ErrorKind::Serialization,
             QueryError::DatabaseError(D::ReadOnlyTransaction, _) => ErrorKind::ReadOnly,
             QueryError::DatabaseError(
@@ -109,8 +120,33 @@ impl From<QueryError> for Error {
             | QueryError::BrokenTransactionManager => ErrorKind::Connection,
             _ => ErrorKind::Database,
         };
-        Self::new(kind, "the store failed").because(Sanitized::of(&error))
+        Self::new(kind, "the store failed").because(Sanitized::of(error))
     }
+
+    /// What a client is told where a statement of a handler's failed.
+    fn code(&self) -> Code {
+        match self.kind {
+            ErrorKind::Serialization => Code::Serialization,
+            ErrorKind::Constraint => Code::ConstraintViolated,
+            ErrorKind::Connection | ErrorKind::Timeout | ErrorKind::ReadOnly => Code::StoreUnavailable,
+            _ => Code::QueryFailed,
+        }
+    }
+}
+
+/// What a client is told where this failed.
+pub(crate) fn code_of(error: &QueryError) -> Code {
+    Error::of(error).code()
+}
+
+/// The same as an answer. What only happens in a race is told to the client, the rest to the log too.
+pub(crate) fn refuse(what: &str, error: &QueryError) -> Refusal {
+    let error = Error::of(error);
+    let code = error.code();
+    if code.status().is_server_error() {
+        telemetry::store_failed(what, &error);
+    }
+    code.into()
 }
 
 /// What the server said, without its DETAIL line: that one quotes values of the row.

@@ -17,7 +17,7 @@ use actix_web::{HttpMessage, HttpRequest, http::header};
 use memchr::memmem;
 use mime::Mime;
 
-use crate::{digest::Digest, json::Json, policy::Policy};
+use crate::{digest::Digest, json::Json, policy::Policy, secret::Secret, selection::Fields};
 
 /// Raised whenever the same request would get another fingerprint. A row with a higher one was
 /// written by a newer version of this crate and is answered with 503 `newer-version`.
@@ -28,6 +28,8 @@ pub(crate) const RECIPE_VERSION: i16 = 1;
 pub(crate) struct Fingerprint {
     pub(crate) digest: [u8; 32],
     pub(crate) recipe: Recipe,
+    /// The same under keys that were used before.
+    earlier: Vec<([u8; 32], Recipe)>,
 }
 
 /// Which choices of the policy went into a fingerprint, as a digest. Two fingerprints say something
@@ -36,12 +38,15 @@ pub(crate) struct Fingerprint {
 pub(crate) struct Recipe(pub(crate) [u8; 8]);
 
 impl Recipe {
-    pub(crate) fn of(policy: &Policy) -> Self {
+    /// `key` where fingerprints are keyed.
+    fn of(policy: &Policy, fields: &Fields, key: Option<&Secret>) -> Self {
         let mut digest = Digest::new("actix-idempotency recipe 1");
         digest.part(if policy.streams_body { "body streamed through" } else { "body" });
+        fields.add_recipe(&mut digest);
         for name in &policy.fingerprinted_headers {
             digest.part(name.as_str());
         }
+        digest.optional(key.map(Secret::id));
         let mut recipe = [0; 8];
         recipe.copy_from_slice(&digest.finish()[..8]);
         Self(recipe)
@@ -50,7 +55,7 @@ impl Recipe {
 
 impl Fingerprint {
     /// `body` is `None` where the policy streams it through unread.
-    pub(crate) fn of(request: &HttpRequest, body: Option<&[u8]>, policy: &Policy) -> Self {
+    pub(crate) fn of(request: &HttpRequest, body: Option<&[u8]>, fields: &Fields, policy: &Policy) -> Self {
         let mut digest = Digest::new("actix-idempotency fingerprint 1");
         digest.part(request.method().as_str()).part(request.uri().path()).optional(request.uri().query());
         for name in &policy.fingerprinted_headers {
@@ -61,9 +66,23 @@ impl Fingerprint {
             });
         }
         if let Some(body) = body {
-            add_body(&mut digest, request, body);
+            fields.add(&mut digest, request, body);
         }
-        Self { digest: digest.finish(), recipe: policy.recipe }
+        let plain = digest.finish();
+        let Some((current, earlier)) = policy.fingerprint_keys.split_first() else {
+            return Self { digest: plain, recipe: Recipe::of(policy, fields, None), earlier: Vec::new() };
+        };
+        let under = |key: &Secret| (key.sign(&plain), Recipe::of(policy, fields, Some(key)));
+        let (digest, recipe) = under(current);
+        Self { digest, recipe, earlier: earlier.iter().map(under).collect() }
+    }
+
+    /// The digest as it would be by another recipe; `None` where it cannot be made by that one.
+    pub(crate) fn by(&self, recipe: &[u8]) -> Option<&[u8; 32]> {
+        if self.recipe.0 == recipe {
+            return Some(&self.digest);
+        }
+        self.earlier.iter().find(|(_, earlier)| earlier.0 == recipe).map(|(digest, _)| digest)
     }
 
     /// The first bytes, for logs.
@@ -78,16 +97,31 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-fn add_body(digest: &mut Digest, request: &HttpRequest, body: &[u8]) {
-    let encoded = request.headers().contains_key(header::CONTENT_ENCODING);
+/// Whether the body is JSON by its type.
+pub(crate) fn is_of_json_type(request: &HttpRequest) -> bool {
+    matches!(request.mime_type(), Ok(Some(mime)) if is_json_type(&mime))
+}
+
+/// Whether the body has to be decoded before it can be read.
+pub(crate) fn is_encoded(request: &HttpRequest) -> bool {
+    request.headers().contains_key(header::CONTENT_ENCODING)
+}
+
+/// Whether the body is a form by its type.
+pub(crate) fn is_form(request: &HttpRequest) -> bool {
+    let form = mime::APPLICATION_WWW_FORM_URLENCODED;
+    matches!(request.mime_type(), Ok(Some(mime)) if mime.essence_str() == form.essence_str())
+}
+
+/// The body as canonical JSON, where it is such.
+pub(crate) fn json_of<'a>(request: &HttpRequest, body: &'a [u8]) -> Option<Json<'a>> {
+    if is_of_json_type(request) && !is_encoded(request) { Json::parse(body) } else { None }
+}
+
+/// A body that is no JSON; `raw`: whatever its type.
+pub(crate) fn add_bytes(digest: &mut Digest, request: &HttpRequest, body: &[u8], raw: bool) {
     match request.mime_type() {
-        Ok(Some(mime)) if !encoded && is_json(&mime) => {
-            if let Some(json) = Json::parse(body) {
-                digest.part("json");
-                return json.digest(digest);
-            }
-        }
-        Ok(Some(mime)) if !encoded && mime.type_() == mime::MULTIPART => {
+        Ok(Some(mime)) if !raw && !is_encoded(request) && mime.type_() == mime::MULTIPART => {
             if let Some(boundary) = mime.get_param(mime::BOUNDARY) {
                 digest.part("multipart");
                 return add_multipart(digest, boundary.as_str(), body);
@@ -98,7 +132,7 @@ fn add_body(digest: &mut Digest, request: &HttpRequest, body: &[u8]) {
     digest.part("bytes").part(body);
 }
 
-fn is_json(mime: &Mime) -> bool {
+fn is_json_type(mime: &Mime) -> bool {
     mime.subtype() == mime::JSON || mime.suffix() == Some(mime::JSON)
 }
 
@@ -121,7 +155,7 @@ mod tests {
 
     fn of(uri: &str, content_type: &str, body: &[u8]) -> [u8; 32] {
         let request = TestRequest::post().uri(uri).insert_header(("content-type", content_type)).to_http_request();
-        Fingerprint::of(&request, Some(body), &Policy::new()).digest
+        Fingerprint::of(&request, Some(body), &Fields::all(), &Policy::new()).digest
     }
 
     #[test]
@@ -159,10 +193,11 @@ mod tests {
         let policy = Policy::new().fingerprint_header("x-api-version");
         let with = |name: &str, value: &str, policy: &Policy| {
             let request = TestRequest::post().insert_header((name, value)).to_http_request();
-            Fingerprint::of(&request, None, policy).digest
+            Fingerprint::of(&request, None, &Fields::all(), policy).digest
         };
         assert_eq!(with("user-agent", "a", &policy), with("user-agent", "b", &policy));
         assert_ne!(with("x-api-version", "1", &policy), with("x-api-version", "2", &policy));
-        assert!(policy.recipe != Policy::new().recipe);
+        let recipe = |policy| Recipe::of(policy, &Fields::all(), None);
+        assert!(recipe(&policy) != recipe(&Policy::new()));
     }
 }

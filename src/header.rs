@@ -16,6 +16,14 @@ pub const IDEMPOTENCY_REPLAYED: HeaderName = HeaderName::from_static("idempotenc
 /// The response header, with the value `true`, of a replay whose body was not kept.
 pub const IDEMPOTENCY_BODY_OMITTED: HeaderName = HeaderName::from_static("idempotency-body-omitted");
 
+/// The response header that tells which attempt has made an answer, where
+/// [`Policy::tell_attempt`](crate::Policy::tell_attempt) asks for it: `1` for the first.
+pub const IDEMPOTENCY_ATTEMPT: HeaderName = HeaderName::from_static("idempotency-attempt");
+
+/// The response header that tells when the key of an answer expires, as an HTTP date, where
+/// [`Policy::tell_expiry`](crate::Policy::tell_expiry) asks for it.
+pub const IDEMPOTENCY_KEY_EXPIRES: HeaderName = HeaderName::from_static("idempotency-key-expires");
+
 pub(crate) const TRUE: HeaderValue = HeaderValue::from_static("true");
 
 /// Why a field that is there cannot be read.

@@ -33,6 +33,60 @@ impl<'a> Json<'a> {
         Pieces { rest: text }.value(0)
     }
 
+    /// What a pointer points at.
+    pub(crate) fn at(&self, pointer: &Pointer) -> Option<&Self> {
+        pointer.0.iter().try_fold(self, |value, token| match value {
+            Self::Object(members) => {
+                let place = members.binary_search_by(|(name, _)| name.as_ref().cmp(token)).ok()?;
+                Some(&members[place].1)
+            }
+            Self::Array(items) => items.get(index(token)?),
+            Self::Literal(_) | Self::String(_) => None,
+        })
+    }
+
+    /// Without what a pointer points at.
+    pub(crate) fn remove(&mut self, pointer: &Pointer) {
+        let Some((last, parents)) = pointer.0.split_last() else {
+            *self = Self::Literal("null");
+            return;
+        };
+        let parent = parents.iter().try_fold(self, |value, token| match value {
+            Self::Object(members) => {
+                let place = members.binary_search_by(|(name, _)| name.as_ref().cmp(token)).ok()?;
+                Some(&mut members[place].1)
+            }
+            Self::Array(items) => items.get_mut(index(token)?),
+            Self::Literal(_) | Self::String(_) => None,
+        });
+        match parent {
+            Some(Self::Object(members)) => members.retain(|(name, _)| name != last),
+            // The others keep their places.
+            Some(Self::Array(items)) => {
+                if let Some(item) = index(last).and_then(|place| items.get_mut(place)) {
+                    *item = Self::Literal("null");
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Without members that are `null`.
+    pub(crate) fn drop_nulls(&mut self) {
+        match self {
+            Self::Object(members) => {
+                members.retain(|(_, value)| !value.is_null());
+                members.iter_mut().for_each(|(_, value)| value.drop_nulls());
+            }
+            Self::Array(items) => items.iter_mut().for_each(Self::drop_nulls),
+            Self::Literal(_) | Self::String(_) => {}
+        }
+    }
+
+    pub(crate) fn is_null(&self) -> bool {
+        matches!(self, Self::Literal("null"))
+    }
+
     /// Adds the value to a digest.
     pub(crate) fn digest(&self, digest: &mut Digest) {
         match self {
@@ -55,6 +109,32 @@ impl<'a> Json<'a> {
             }
         }
     }
+}
+
+/// A JSON pointer (RFC 6901): `/items/0/sku`; the empty one is the whole text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Pointer(Vec<String>);
+
+impl Pointer {
+    /// `None` for what neither is empty nor starts with `/`, or has a `~` that escapes nothing.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        if text.is_empty() {
+            return Some(Self(Vec::new()));
+        }
+        let tokens = text.strip_prefix('/')?.split('/');
+        tokens.map(unescaped).collect::<Option<_>>().map(Self)
+    }
+}
+
+fn unescaped(token: &str) -> Option<String> {
+    let escapes = token.matches("~0").count() + token.matches("~1").count();
+    // In this order: `~01` is `~1`.
+    (token.matches('~').count() == escapes).then(|| token.replace("~1", "/").replace("~0", "~"))
+}
+
+fn index(token: &str) -> Option<usize> {
+    let plain = token == "0" || !token.starts_with(['0', '+']);
+    plain.then(|| token.parse().ok()).flatten()
 }
 
 /// What is left of a text that is known to be JSON.
@@ -226,6 +306,57 @@ mod tests {
         assert!(Json::parse(b"\"\xff\"").is_none());
     }
 
+    #[test]
+    fn pointers_point_as_rfc_6901_says() {
+        let text = r#"{"foo":["bar","baz"],"":0,"a/b":1,"m~n":8,"o":{"p":null}}"#;
+        let json = Json::parse(text.as_bytes()).unwrap();
+        let at = |pointer: &str| match json.at(&Pointer::parse(pointer).unwrap()) {
+            Some(Json::Literal(text)) => Some((*text).to_owned()),
+            Some(Json::String(text)) => Some(text.to_string()),
+            _ => None,
+        };
+        assert_eq!(at("/foo/0").as_deref(), Some("bar"));
+        assert_eq!(at("/").as_deref(), Some("0"));
+        assert_eq!(at("/a~1b").as_deref(), Some("1"));
+        assert_eq!(at("/m~0n").as_deref(), Some("8"));
+        assert_eq!(at("/o/p").as_deref(), Some("null"));
+        for nothing in ["/foo/2", "/foo/01", "/foo/-", "/nope", "/foo/0/x"] {
+            assert_eq!(at(nothing), None, "{nothing}");
+        }
+        for bad in ["foo", "/~", "/a~2", "~1"] {
+            assert_eq!(Pointer::parse(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_is_removed_does_not_count() {
+        let of = |text: &str, pointer: &str| {
+            let mut json = Json::parse(text.as_bytes()).unwrap();
+            json.remove(&Pointer::parse(pointer).unwrap());
+            let mut digest = Digest::new("test");
+            json.digest(&mut digest);
+            digest.finish()
+        };
+        assert_eq!(of(r#"{"a":1,"t":1}"#, "/t"), of(r#"{"t":2,"a":1}"#, "/t"));
+        assert_eq!(of(r#"{"a":{"t":1}}"#, "/a/t"), of(r#"{"a":{}}"#, "/a/t"));
+        assert_eq!(of(r#"{"a":[1,2]}"#, "/a/1"), of(r#"{"a":[1,3]}"#, "/a/1"));
+        assert_ne!(of(r#"{"a":1}"#, "/t"), of(r#"{"a":2}"#, "/t"));
+        assert_eq!(of("1", ""), of("[2]", ""));
+    }
+
+    #[test]
+    fn nulls_can_be_dropped_wherever_they_are_members() {
+        let of = |text: &str| {
+            let mut json = Json::parse(text.as_bytes()).unwrap();
+            json.drop_nulls();
+            let mut digest = Digest::new("test");
+            json.digest(&mut digest);
+            digest.finish()
+        };
+        assert_eq!(of(r#"{"a":[{"b":null}],"c":null}"#), of(r#"{"a":[{}]}"#));
+        assert_ne!(of("[null]"), of("[]"));
+    }
+
     fn any_json() -> impl Strategy<Value = Value> {
         let leaf = prop_oneof![
             Just(Value::Null),
@@ -279,6 +410,16 @@ mod tests {
         #[test]
         fn the_same_value_has_the_same_digest_however_it_is_written(value in any_json()) {
             prop_assert_eq!(of(&value.to_string()).unwrap(), of(&oddly(&value)).unwrap());
+        }
+
+        #[test]
+        fn any_pointer_into_any_value_ends_without_a_panic(value in any_json(), pointer in "(/[a-z0-9~]{0,3}){0,4}") {
+            let text = value.to_string();
+            let mut json = Json::parse(text.as_bytes()).unwrap();
+            if let Some(parsed) = Pointer::parse(&pointer) {
+                prop_assert_eq!(json.at(&parsed).is_some(), value.pointer(&pointer).is_some());
+                json.remove(&parsed);
+            }
         }
 
         #[test]

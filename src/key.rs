@@ -91,6 +91,15 @@ pub enum InvalidKey {
     /// More than one header line, even with the same key.
     #[error("the header is there more than once")]
     Repeated,
+    /// The body, in which the policy looks for the key, cannot be read.
+    #[error("the body, which has the key, cannot be read")]
+    Body,
+    /// A field that is part of the key is missing, empty, repeated or no simple value.
+    #[error("a field that is part of the key is missing, empty, repeated or no simple value")]
+    Field,
+    /// Not what [`Policy::key_rule`](crate::Policy::key_rule) asks for.
+    #[error("the key is not of the form that is asked for here")]
+    Form,
     /// A quoted key that is not a structured-field string, or has parameters.
     #[error("the key starts with a quote and is not a structured-field string")]
     Quoting,

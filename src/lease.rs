@@ -5,9 +5,10 @@ use std::{fmt, sync::Arc};
 use actix_web::http::StatusCode;
 
 use crate::{
+    claim::Ask,
     engine::{Engine, ending::Ending, leases::Owner},
     failpoint,
-    policy::Policy,
+    policy::{Policy, Return},
     refusal::Code,
     scope::KeyId,
     snapshot::ResponseSnapshot,
@@ -15,13 +16,15 @@ use crate::{
     transaction::{Commit, Transaction},
 };
 
-/// A claim that is held: renewed in the background until it is ended. Dropped before that, it releases
-/// the key in the background.
+/// A claim that is held: renewed in the background until it is ended. Dropped before that, it ends
+/// in the background, as the policy says.
 pub(crate) struct Lease {
     pub(crate) id: KeyId,
     pub(crate) owner: Owner,
     pub(crate) attempt: i32,
     pub(crate) seed: [u8; 32],
+    /// Of the first attempt: what keys for downstream services are derived from.
+    pub(crate) fingerprint: [u8; 32],
     /// Whether the claim survives a crash of the database already.
     pub(crate) is_durable: bool,
     policy: Arc<Policy>,
@@ -47,9 +50,10 @@ pub(crate) enum Ended {
 
 impl Lease {
     /// Before the claim is sent: whatever becomes of it, this is what ends it.
-    pub(crate) fn new(id: KeyId, owner: Owner, seed: [u8; 32], engine: &Arc<Engine>, policy: &Arc<Policy>) -> Self {
+    pub(crate) fn new(ask: &Ask, owner: Owner, seed: [u8; 32], engine: &Arc<Engine>, policy: &Arc<Policy>) -> Self {
         Self {
-            id,
+            id: ask.id,
+            fingerprint: ask.fingerprint.digest,
             owner,
             attempt: 1,
             seed,
@@ -70,13 +74,31 @@ impl Lease {
         self.end(Ending::Complete(snapshot)).await
     }
 
-    /// Ends the attempt and gives the key back; the status says how the next one may use it.
-    pub(crate) async fn release(self, status: StatusCode) -> Ended {
-        telemetry::event(Event::Released, &self.id);
-        failpoint::reach("before-release");
-        let ended = self.end(Ending::Release(Some(status))).await;
-        failpoint::reach("after-release");
-        ended
+    /// The handler is about to run: dropped from now on, the attempt has failed.
+    pub(crate) fn start(&mut self) {
+        self.ending = match self.policy.without_answer() {
+            Return::Release => Some(Ending::Release(None)),
+            Return::HoldLease => None,
+            Return::HoldRetention => Some(Ending::Hold),
+        };
+    }
+
+    /// Ends the attempt without an answer; the status says how the next one may use a key that is released.
+    pub(crate) async fn give_back(self, status: StatusCode, how: Return) -> Ended {
+        match how {
+            Return::Release => {
+                telemetry::event(Event::Released, &self.id);
+                failpoint::reach("before-release");
+                let ended = self.end(Ending::Release(Some(status))).await;
+                failpoint::reach("after-release");
+                ended
+            }
+            Return::HoldLease => {
+                self.abandon();
+                Ended::Landed
+            }
+            Return::HoldRetention => self.end(Ending::Hold).await,
+        }
     }
 
     /// Ends the attempt with an answer that is kept, in the transaction of the handler's writes.
@@ -95,19 +117,25 @@ impl Lease {
             }
             // Its writes are there, its answer is not: they must not be made again.
             Commit::EndedByHandler => self.refuse_for_good().await,
-            Commit::RolledBack(code) => match self.release(code.status()).await {
-                Ended::Lost => Ended::Lost,
-                _ => Ended::Refused(code),
-            },
+            Commit::RolledBack(code) => {
+                let how = self.policy.without_answer();
+                match self.give_back(code.status(), how).await {
+                    Ended::Lost => Ended::Lost,
+                    _ => Ended::Refused(code),
+                }
+            }
             Commit::InDoubt(code) => self.resolve(code).await,
         }
     }
 
-    /// The fenced release decides, not a read: a commit that is still on its way holds the row.
+    /// A fenced write decides, not a read: a commit that is still on its way holds the row.
     async fn resolve(mut self, code: Code) -> Ended {
-        let release = Ending::Release(Some(code.status()));
-        let released = self.engine.end(self.id, self.owner, &release, &self.policy).await;
-        let row = match released {
+        let ending = match self.policy.without_answer() {
+            Return::HoldRetention => Ending::Hold,
+            Return::HoldLease | Return::Release => Ending::Release(Some(code.status())),
+        };
+        let ended = self.engine.end(self.id, self.owner, &ending, &self.policy).await;
+        let row = match ended {
             Ok(true) => {
                 self.done();
                 return Ended::Refused(code);
@@ -133,7 +161,8 @@ impl Lease {
 
     async fn refuse_for_good(self) -> Ended {
         let code = Code::TransactionMisused;
-        match self.complete(crate::refusal::snapshot(code)).await {
+        let policy = Arc::clone(&self.policy);
+        match self.complete(crate::refusal::snapshot(code, &policy)).await {
             Ended::Lost => Ended::Lost,
             _ => Ended::Refused(code),
         }
@@ -174,8 +203,9 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(ending) = self.ending.take() {
-            self.engine.end_later(self.id, self.owner, ending, Arc::clone(&self.policy));
+        match self.ending.take() {
+            Some(ending) => self.engine.end_later(self.id, self.owner, ending, Arc::clone(&self.policy)),
+            None => self.engine.leases.let_go(self.id, self.owner),
         }
     }
 }

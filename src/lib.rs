@@ -16,13 +16,16 @@ mod body;
 mod check;
 mod claim;
 mod digest;
+mod document;
 pub mod drain;
+pub mod duplicate;
 mod engine;
 mod error;
 mod extract;
 #[doc(hidden)]
 pub mod failpoint;
 mod fingerprint;
+pub mod guarded;
 pub mod header;
 mod isolation;
 mod json;
@@ -36,25 +39,38 @@ pub mod pool;
 mod postgres;
 pub mod refusal;
 mod scope;
+mod secret;
+mod selection;
 mod settle;
 mod snapshot;
+mod source;
+mod status;
 pub mod sweeper;
 pub mod telemetry;
 mod transaction;
+pub mod transition;
+pub mod version;
 
 pub use crate::{
     drain::Drain,
+    duplicate::{DuplicateError, Duplicates, InsertError, InsertOrFetch, Inserted},
     error::{Error, ErrorKind},
     extract::{IdemKey, IdemTx},
+    guarded::{Decrement, GuardedError},
     isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
     middleware::{Idempotency, IdempotencyMiddleware},
-    policy::{OnOutstanding, Policy},
+    policy::{OnCompleted, OnFailure, OnOutstanding, Part, Policy, Quota},
     pool::{PoolBuilder, pool},
     postgres::PgPool,
-    refusal::{Code, Refusal},
+    refusal::{Code, Refusal, Wording},
     scope::Scope,
+    secret::Secret,
+    selection::Fields,
     snapshot::ResponseSnapshot,
+    source::KeySource,
     sweeper::{Sweeper, Sweeping},
+    transition::{Machine, Transition, TransitionError},
+    version::{IfMatch, Retry, VersionError, Versioned},
 };

@@ -11,11 +11,11 @@ use std::{
 };
 
 use actix_web::{
-    Error as ActixError, HttpResponse, ResponseError, Result as ActixResult,
+    Error as ActixError, HttpRequest, HttpResponse, Resource, ResponseError, Result as ActixResult, Route,
     body::{BoxBody, EitherBody, MessageBody},
     dev::{Service, ServiceRequest, ServiceResponse, Transform, forward_ready},
     error::InternalError,
-    web::Data,
+    web::{Bytes, Data},
 };
 use futures_util::{FutureExt, future::LocalBoxFuture};
 use tokio::time::{Instant as Clock, timeout, timeout_at};
@@ -24,19 +24,22 @@ use tracing::Instrument;
 use crate::{
     atomic, body, check,
     claim::{self, Ask, Claim},
+    document,
     drain::Drain,
     engine::{Engine, Seat},
     error::{Error, ErrorKind},
     extract::{self, IdemKey, Slot},
     failpoint,
     fingerprint::Fingerprint,
-    key::IdempotencyKey,
     lease::Ended,
-    policy::{OnOutstanding, Policy},
+    policy::{OnFailure, OnOutstanding, Policy},
     postgres::PgPool,
-    refusal::{Code, Refusal},
+    refusal::{self, Code, Refusal},
     scope::Scope,
+    selection::Fields,
     settle::{Case, Hold, settle_keyless},
+    source::Found,
+    status,
     telemetry::{self, Event},
 };
 
@@ -109,6 +112,48 @@ impl Idempotency {
     /// }
     /// ```
     ///
+    /// With a policy in a plain function it is the annotation that Java services know. There:
+    ///
+    /// ```java
+    /// @Idempotent(key = "#req.userId + ':' + #req.productId", expireSeconds = 15,
+    ///             message = "Your order is being processed, please don't submit twice")
+    /// @PostMapping("/orders")
+    /// public Order createOrder(@RequestBody OrderReq req) { … }
+    /// ```
+    ///
+    /// Here:
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use actix_idempotency::{Code, Idempotency, OnCompleted, Policy, Wording};
+    /// use actix_web::{HttpResponse, post, web};
+    ///
+    /// #[derive(serde::Deserialize)]
+    /// struct OrderReq {
+    ///     user_id: u64,
+    ///     product_id: u64,
+    /// }
+    ///
+    /// fn once_per_order() -> Idempotency {
+    ///     let message = || Wording::new().detail("Your order is being processed, please don't submit twice");
+    ///     let policy = Policy::new()
+    ///         .key_from_json::<OrderReq>(|req| format!("{}:{}", req.user_id, req.product_id))
+    ///         .anonymous() // or, better, .principal(…): whose key it is
+    ///         .retention(Duration::from_secs(15))
+    ///         .on_completed(OnCompleted::Reject)
+    ///         .wording(Code::Outstanding, message())
+    ///         .wording(Code::AlreadyCompleted, message());
+    ///     Idempotency::from_app_data().with(policy)
+    /// }
+    ///
+    /// #[post("/orders", wrap = "once_per_order()")]
+    /// async fn create_order(req: web::Json<OrderReq>) -> HttpResponse {
+    ///     HttpResponse::Created().json(req.product_id)
+    /// }
+    /// ```
+    ///
+    /// The function runs once per worker; what is counted or said once lives in the engine.
+    ///
     /// Where there is none, the answer is 500 `misconfigured`, the handler does not run, and the log
     /// names the line to add.
     #[must_use]
@@ -117,8 +162,15 @@ impl Idempotency {
     }
 
     /// The same engine under another policy. It replaces the policy as a whole.
+    ///
+    /// # Panics
+    ///
+    /// Where settings of the policy contradict each other: keys that the server computes without a
+    /// principal closure or an explicit [`Policy::anonymous`], and so on.
+    #[track_caller]
     #[must_use]
     pub fn with(&self, policy: Policy) -> Self {
+        policy.assert_consistent();
         Self { engine: self.engine.clone(), policy: Some(Arc::new(policy)) }
     }
 
@@ -159,12 +211,49 @@ impl Idempotency {
         }
     }
 
+    /// What has become of a key, for the principal that sent it: a GET route, to be mounted where its path
+    /// has a `{key}`. `method` and `pattern` are those of the protected resource.
+    ///
+    /// ```
+    /// # use actix_idempotency::Idempotency;
+    /// # use actix_web::web;
+    /// # fn example(idempotency: &Idempotency, config: &mut web::ServiceConfig) {
+    /// config.route("/orders/keys/{key}", idempotency.status("POST", "/orders"));
+    /// # }
+    /// ```
+    ///
+    /// It answers 202 with `Retry-After` while the request runs; 200 with
+    /// `{"state": "completed", "status": …, "headers": […]}` once it is answered, or, with `?answer=true`,
+    /// the stored answer itself; 404 `key-unknown` where nothing is known of it, where the attempt has
+    /// given the key back, and after it has expired. Keys of others cannot be told from unknown ones.
+    #[must_use]
+    pub fn status(&self, method: &str, pattern: &str) -> Route {
+        status::route(self.clone(), method, pattern)
+    }
+
+    /// The specification that the IETF draft asks of a resource (-07, section 2.5.2): whether a key is
+    /// required, its form, its scope, its expiry, what is kept, limits; as HTML, or as JSON where `Accept`
+    /// asks for it. Mount it at `path`, and give that to [`Policy::documentation`], so that every refusal
+    /// links to it.
+    ///
+    /// ```
+    /// use actix_idempotency::{Idempotency, Policy};
+    /// use actix_web::App;
+    ///
+    /// let policy = Policy::new().documentation("/docs/idempotency");
+    /// let app = App::new().service(Idempotency::document(&policy, "/docs/idempotency"));
+    /// ```
+    #[must_use]
+    pub fn document(policy: &Policy, path: &str) -> Resource {
+        document::resource(policy, path)
+    }
+
     /// For `HttpServer::shutdown_signal`: see [`Drain`]. It drains the engine, under all its policies.
     pub fn drain(&self) -> Drain {
         Drain::new(self.engine.clone())
     }
 
-    fn resolve(&self, request: &ServiceRequest) -> Result<(Arc<Engine>, Arc<Policy>), Code> {
+    pub(crate) fn resolve(&self, request: &HttpRequest) -> Result<(Arc<Engine>, Arc<Policy>), Code> {
         if let (Some(engine), Some(policy)) = (&self.engine, &self.policy) {
             return Ok((Arc::clone(engine), Arc::clone(policy)));
         }
@@ -228,7 +317,7 @@ where
     forward_ready!(service);
 
     fn call(&self, mut request: ServiceRequest) -> Self::Future {
-        let (engine, policy) = match self.idempotency.resolve(&request) {
+        let (engine, policy) = match self.idempotency.resolve(request.request()) {
             Ok(found) => found,
             Err(code) => return ready(Ok(refuse(request, code.into()))).boxed_local(),
         };
@@ -243,21 +332,20 @@ where
                     Rc::new(Protected { service, case }).answer(request).await
                 }
                 Ok(None) => keyless(&service, &engine, &policy, request).await,
-                Err(refusal) => Ok(refuse(request, refusal.documented(policy.documentation.as_ref()))),
+                Err(refusal) => Ok(refuse(request, refusal.under(&policy))),
             }
         }
         .boxed_local()
     }
 }
 
-/// Header → key + scope + fingerprint. `None`: there is no key, and none is required.
+/// Key + scope + fingerprint. `None`: there is no key, and none is required.
 async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest) -> Result<Option<Ask>, Refusal> {
-    let Some(key) = IdempotencyKey::from_headers(request.headers())? else {
-        if policy.key_required {
-            return Err(Code::KeyMissing.into());
-        }
-        return Ok(None);
+    let mut body = None;
+    let Some(found) = find_key(policy, request, &mut body).await? else {
+        return if policy.key_required { Err(policy.key_missing()) } else { Ok(None) };
     };
+    policy.allows_key(&found)?;
     let scope = Scope::of(request.request(), policy)?;
     if scope.principal().is_none() && policy.warns_of_anonymous() && engine.first_anonymous() {
         telemetry::advise(
@@ -265,9 +353,32 @@ async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest)
              principal closure, or say Policy::anonymous() or Policy::refuse_anonymous()",
         );
     }
-    let body = body::read(request, policy).await?;
-    let fingerprint = Fingerprint::of(request.request(), body.as_deref(), policy);
-    Ok(Some(Ask::new(key, scope, fingerprint)))
+    let body = match body {
+        Some(body) => body,
+        None => body::read(request, policy).await?,
+    };
+    let all = Fields::all();
+    let fields = policy.compare.as_ref().or(found.fields.as_ref()).unwrap_or(&all);
+    let fingerprint = Fingerprint::of(request.request(), body.as_deref(), fields, policy);
+    Ok(Some(Ask::new(found, scope, fingerprint)))
+}
+
+/// The first source that has a key. The body is read when one needs it, and once.
+async fn find_key(
+    policy: &Policy,
+    request: &mut ServiceRequest,
+    body: &mut Option<Option<Bytes>>,
+) -> Result<Option<Found>, Refusal> {
+    for source in &policy.keys {
+        if source.reads_body() && body.is_none() {
+            *body = Some(body::read(request, policy).await?);
+        }
+        let bytes = body.as_ref().and_then(Option::as_deref);
+        if let Some(found) = source.find(request.request(), bytes, policy.fingerprint_keys.first())? {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
 }
 
 /// Without a key nothing is claimed; a handler that takes `IdemTx` has a transaction all the same.
@@ -366,7 +477,8 @@ where
             claim::claim(engine, ask, policy).await
         };
         let answer = match claim {
-            Ok(Claim::Fresh(lease)) => {
+            Ok(Claim::Fresh(mut lease)) => {
+                lease.start();
                 let key = IdemKey::leased(ask, &lease, engine, policy);
                 let slot = Slot::lazy(engine, policy, Some(&lease));
                 return self.run(Hold::Lease(lease), key, slot, request).await.map(Turn::Answered);
@@ -377,7 +489,11 @@ where
                 return self.run(Hold::Atomic(atomic), key, slot, request).await.map(Turn::Answered);
             }
             Ok(Claim::Outstanding { lease_left }) => return Ok(Turn::Outstanding(request, lease_left)),
-            Ok(Claim::Replay(snapshot)) => self.case.replay(snapshot),
+            Ok(Claim::Replay(stored)) => self.case.replay(request.request(), stored),
+            Ok(Claim::AlreadyCompleted) => self.case.refusal(Code::AlreadyCompleted.into()),
+            Ok(Claim::QuotaExceeded) => {
+                self.case.refusal(Refusal::new(Code::QuotaExceeded).retry_after(policy.retry_after))
+            }
             Ok(Claim::KeyReused) => self.case.key_reused(),
             Ok(Claim::NewerVersion) => self.case.refusal(Code::NewerVersion.into()),
             Ok(Claim::Draining) => self.case.refusal(Code::ShuttingDown.into()),
@@ -410,8 +526,12 @@ where
         // There is no answer: the handler's future is gone, and the request with it.
         telemetry::event(event, &ask.id);
         drop(slot.close());
-        let refusal = Refusal::new(code).documented(policy.documentation.as_ref());
-        if hold.give_back(code.status()).await == Ended::Lost {
+        let refusal = Refusal::new(code).under(policy);
+        let ended = match policy.on_failure {
+            OnFailure::Store => hold.keep(None, refusal::snapshot(code, policy)).await,
+            _ => hold.give_back(code.status(), policy.without_answer()).await,
+        };
+        if ended == Ended::Lost {
             return Err(InternalError::from_response(refusal, self.case.overtaken().await).into());
         }
         self.case.report(code.as_str());

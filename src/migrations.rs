@@ -27,6 +27,10 @@ use crate::{
 /// For a `MigrationHarness` of your own.
 pub const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations");
 
+/// An index on the principal, for [`Policy::quota`](crate::Policy::quota): optional, because every
+/// claim pays for it. Run it by [`run_pending`], or copy `migrations-optional/` into yours.
+pub const PRINCIPAL_INDEX: EmbeddedMigrations = embed_migrations!("migrations-optional");
+
 /// Brings the tables of this crate up to date. Any number of processes may do so at once: one
 /// migrates, and the others wait for it and find nothing left to do. Works under
 /// `#[actix_web::main]` and `#[tokio::main]`, and needs no libpq.

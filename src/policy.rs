@@ -2,8 +2,10 @@
 //! is a constant that states its reason.
 
 use std::{
+    collections::HashMap,
     fmt,
     num::{NonZeroU32, NonZeroUsize},
+    ops::RangeInclusive,
     sync::Arc,
     time::Duration,
 };
@@ -13,7 +15,19 @@ use actix_web::{
     http::{Method, StatusCode, header::HeaderName},
 };
 
-use crate::{fingerprint::Recipe, header, isolation::Isolation, keep::Keep};
+use serde::de::DeserializeOwned;
+
+use crate::{
+    header,
+    isolation::Isolation,
+    keep::Keep,
+    key::{InvalidKey, MAX_KEY_LENGTH},
+    refusal::{Code, Refusal, Wording},
+    secret::Secret,
+    selection::Fields,
+    snapshot::ResponseSnapshot,
+    source::{Found, KeySource},
+};
 
 /// How long an answer is kept, and its key with it, from its completion: a day, as Stripe keeps a key
 /// at least and most others do: long enough for a retry on the next morning's shift.
@@ -67,6 +81,86 @@ pub enum OnOutstanding {
     Wait(Duration),
 }
 
+/// What a request gets whose key is completed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnCompleted {
+    /// The stored answer. The default: a retry is harmless and gets what it came for.
+    Replay,
+    /// 409 `already-completed`: the plain guard against a second submit. No answer is stored. Under a
+    /// short [`Policy::retention`] that is the window of the guard.
+    Reject,
+    /// **Runs the handler again**: gives up the promise of one effect, and guards only against requests
+    /// at the same time.
+    RunAgain,
+}
+
+/// What becomes of a key whose answer is not kept: an error, a panic, an aborted handler.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnFailure {
+    /// It is free at once. The default: nothing was done, so that the next attempt may be made now.
+    Release,
+    /// It stays outstanding until its lease ends: a pause before the next attempt.
+    HoldLease,
+    /// It stays outstanding for the retention: for what must not be tried again soon, such as a payment
+    /// whose outcome somebody has to look at.
+    HoldRetention,
+    /// The failure is stored and replayed.
+    Store,
+}
+
+/// How many keys a principal may have. Counted in the table before a new key is claimed, so that
+/// requests at the same time may exceed it by their number; a retry of a key that exists is never
+/// refused. Counting wants an index: [`migrations::PRINCIPAL_INDEX`](crate::migrations::PRINCIPAL_INDEX).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Quota {
+    /// Keys whose requests run. Default: any number. Not counted under [`Policy::atomic`], where they
+    /// have no row yet.
+    pub outstanding: Option<NonZeroU32>,
+    /// Keys that have not expired. Default: any number.
+    pub live: Option<NonZeroU32>,
+}
+
+/// A part of a policy that is a closure, of which the published document cannot tell by itself what it
+/// does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Part {
+    /// [`Policy::principal`].
+    Principal,
+    /// [`Policy::tenant`].
+    Tenant,
+    /// [`Policy::skip`].
+    Skip,
+    /// [`Keep::When`](crate::Keep::When).
+    Keep,
+}
+
+/// How a key is given back whose answer is not kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Return {
+    Release,
+    HoldLease,
+    HoldRetention,
+}
+
+/// A rule, and how it reads.
+#[derive(Clone)]
+pub(crate) struct KeyRule {
+    pub(crate) text: String,
+    allows: Arc<dyn Fn(&str) -> bool + Send + Sync>,
+}
+
+/// A closure, and how it reads in the published document.
+#[derive(Clone)]
+pub(crate) struct Described<T> {
+    pub(crate) text: String,
+    pub(crate) closure: Closure<T>,
+}
+
+type Redact = Arc<dyn Fn(ResponseSnapshot) -> ResponseSnapshot + Send + Sync>;
+
 /// Who keys belong to where a request carries no credential and the policy has no closure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Anonymous {
@@ -109,7 +203,19 @@ pub struct Policy {
     pub(crate) resource: Option<String>,
     pub(crate) fingerprinted_headers: Vec<HeaderName>,
     pub(crate) streams_body: bool,
-    pub(crate) recipe: Recipe,
+    pub(crate) keys: Vec<KeySource>,
+    pub(crate) key_rules: Vec<KeyRule>,
+    pub(crate) compare: Option<Fields>,
+    pub(crate) fingerprint_keys: Vec<Secret>,
+    pub(crate) wordings: HashMap<Code, Arc<Wording>>,
+    pub(crate) on_completed: OnCompleted,
+    pub(crate) on_failure: OnFailure,
+    pub(crate) quota: Quota,
+    pub(crate) may_replay: Option<Described<bool>>,
+    pub(crate) redact: Option<Redact>,
+    pub(crate) tells_attempt: bool,
+    pub(crate) tells_expiry: bool,
+    pub(crate) descriptions: HashMap<Part, String>,
     pub(crate) retention: Option<Duration>,
     pub(crate) lease: Duration,
     pub(crate) max_run: Option<Duration>,
@@ -137,7 +243,7 @@ impl Policy {
     /// The defaults.
     #[must_use]
     pub fn new() -> Self {
-        let mut policy = Self {
+        Self {
             methods: vec![Method::POST, Method::PATCH],
             key_required: false,
             skip: None,
@@ -147,7 +253,19 @@ impl Policy {
             resource: None,
             fingerprinted_headers: Vec::new(),
             streams_body: false,
-            recipe: Recipe([0; 8]),
+            keys: vec![KeySource::header()],
+            key_rules: Vec::new(),
+            compare: None,
+            fingerprint_keys: Vec::new(),
+            wordings: HashMap::new(),
+            on_completed: OnCompleted::Replay,
+            on_failure: OnFailure::Release,
+            quota: Quota::default(),
+            may_replay: None,
+            redact: None,
+            tells_attempt: false,
+            tells_expiry: false,
+            descriptions: HashMap::new(),
             retention: Some(DEFAULT_RETENTION),
             lease: DEFAULT_LEASE,
             max_run: None,
@@ -169,9 +287,7 @@ impl Policy {
             unstored_headers: Vec::new(),
             replay_marker: header::IDEMPOTENCY_REPLAYED,
             documentation: None,
-        };
-        policy.recipe = Recipe::of(&policy);
-        policy
+        }
     }
 
     /// The methods that are protected. Default: POST and PATCH, the two that HTTP does not already
@@ -196,6 +312,158 @@ impl Policy {
     #[must_use]
     pub fn require_key(mut self) -> Self {
         self.key_required = true;
+        self
+    }
+
+    /// Where the key comes from: the first source that has one. Default: the header alone.
+    ///
+    /// # Panics
+    ///
+    /// For an empty chain.
+    #[track_caller]
+    #[must_use]
+    pub fn keys(mut self, sources: impl IntoIterator<Item = KeySource>) -> Self {
+        self.keys = sources.into_iter().collect();
+        assert!(!self.keys.is_empty(), "Policy::keys: name at least one source");
+        self
+    }
+
+    /// The key is made of the body as a type of your own: short for [`keys`](Self::keys) with
+    /// [`KeySource::typed`] alone.
+    #[must_use]
+    pub fn key_from_json<T: DeserializeOwned>(self, key: impl Fn(T) -> String + Send + Sync + 'static) -> Self {
+        self.keys([KeySource::typed(key)])
+    }
+
+    /// Asks for keys of a certain form, beyond what every key must be; others are 400 `key-invalid`.
+    /// `text` says which, to the client and in the published document. It applies to keys from the
+    /// header.
+    ///
+    /// ```
+    /// use actix_idempotency::Policy;
+    ///
+    /// let policy = Policy::new().key_rule("The key starts with the shop's number.", |key| key.starts_with("s1-"));
+    /// ```
+    #[must_use]
+    pub fn key_rule(mut self, text: impl Into<String>, allows: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        self.key_rules.push(KeyRule { text: text.into(), allows: Arc::new(allows) });
+        self
+    }
+
+    /// Asks for a UUID (RFC 9562), with hyphens, as the IETF draft recommends (-07, section 2.2).
+    #[must_use]
+    pub fn uuid_keys(self) -> Self {
+        self.key_rule("The key is a UUID.", |key| key.len() == 36 && uuid::Uuid::try_parse(key).is_ok())
+    }
+
+    /// Asks for keys of at least and at most so many bytes.
+    ///
+    /// # Panics
+    ///
+    /// For an empty range, and beyond [`MAX_KEY_LENGTH`](crate::MAX_KEY_LENGTH).
+    #[track_caller]
+    #[must_use]
+    pub fn key_length(self, bytes: RangeInclusive<usize>) -> Self {
+        assert!(!bytes.is_empty() && *bytes.end() <= MAX_KEY_LENGTH, "Policy::key_length: {bytes:?} allows no key");
+        self.key_rule(format!("The key has {} to {} bytes.", bytes.start(), bytes.end()), move |key| {
+            bytes.contains(&key.len())
+        })
+    }
+
+    /// Which fields tell a retry from another request under the same key: 422 `key-reused`. Not to be
+    /// mixed up with what identifies the operation ([`keys`](Self::keys)): a provider may send the same
+    /// order number with another time stamp. Default: the whole body, or what a
+    /// [`KeySource::digest`] is made of.
+    #[must_use]
+    pub fn compare(mut self, fields: Fields) -> Self {
+        self.compare = Some(fields);
+        self
+    }
+
+    /// Makes fingerprints by HMAC, so that nobody who reads the table can try out what was sent, a PIN
+    /// for example. The first secret makes new ones; the others are those used before, and are needed
+    /// for as long as rows live.
+    ///
+    /// # Panics
+    ///
+    /// For no secret at all.
+    #[track_caller]
+    #[must_use]
+    pub fn fingerprint_secrets(mut self, secrets: impl IntoIterator<Item = Secret>) -> Self {
+        self.fingerprint_keys = secrets.into_iter().collect();
+        assert!(!self.fingerprint_keys.is_empty(), "Policy::fingerprint_secrets: give at least one secret");
+        self
+    }
+
+    /// What a refusal says, in words of your own: what a form shows for a second click, in any language.
+    #[must_use]
+    pub fn wording(mut self, code: Code, wording: Wording) -> Self {
+        self.wordings.insert(code, Arc::new(wording));
+        self
+    }
+
+    /// What a request gets whose key is completed. Default: [`OnCompleted::Replay`].
+    #[must_use]
+    pub fn on_completed(mut self, on_completed: OnCompleted) -> Self {
+        self.on_completed = on_completed;
+        self
+    }
+
+    /// What becomes of a key whose answer is not kept. Default: [`OnFailure::Release`]. A handler may
+    /// decide otherwise through [`IdemKey`](crate::IdemKey).
+    #[must_use]
+    pub fn on_failure(mut self, on_failure: OnFailure) -> Self {
+        self.on_failure = on_failure;
+        self
+    }
+
+    /// How many keys a principal may have; more are 429 `quota-exceeded`. Default: any number.
+    #[must_use]
+    pub fn quota(mut self, quota: Quota) -> Self {
+        self.quota = quota;
+        self
+    }
+
+    /// Asks again whether a request may see a stored answer, for rights that were taken away meanwhile;
+    /// `false` is 403 `replay-forbidden`. Default: whoever reaches this middleware with the principal of
+    /// the key may. `text` stands in the published document.
+    #[must_use]
+    pub fn authorize_replay(
+        mut self,
+        text: impl Into<String>,
+        may: impl Fn(&HttpRequest) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.may_replay = Some(Described { text: text.into(), closure: Arc::new(may) });
+        self
+    }
+
+    /// Changes an answer before it is stored: the first client gets all of it, a replay what is left.
+    #[must_use]
+    pub fn redact(mut self, redact: impl Fn(ResponseSnapshot) -> ResponseSnapshot + Send + Sync + 'static) -> Self {
+        self.redact = Some(Arc::new(redact));
+        self
+    }
+
+    /// Tells which attempt has made an answer:
+    /// [`Idempotency-Attempt`](crate::header::IDEMPOTENCY_ATTEMPT).
+    #[must_use]
+    pub fn tell_attempt(mut self) -> Self {
+        self.tells_attempt = true;
+        self
+    }
+
+    /// Tells when the key of an answer that is kept expires:
+    /// [`Idempotency-Key-Expires`](crate::header::IDEMPOTENCY_KEY_EXPIRES).
+    #[must_use]
+    pub fn tell_expiry(mut self) -> Self {
+        self.tells_expiry = true;
+        self
+    }
+
+    /// Says in the published document what a closure does.
+    #[must_use]
+    pub fn describe(mut self, part: Part, text: impl Into<String>) -> Self {
+        self.descriptions.insert(part, text.into());
         self
     }
 
@@ -268,7 +536,6 @@ impl Policy {
         self.fingerprinted_headers.push(header_name("fingerprint_header", name));
         self.fingerprinted_headers.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         self.fingerprinted_headers.dedup();
-        self.recipe = Recipe::of(&self);
         self
     }
 
@@ -278,7 +545,6 @@ impl Policy {
     #[must_use]
     pub fn stream_body(mut self) -> Self {
         self.streams_body = true;
-        self.recipe = Recipe::of(&self);
         self
     }
 
@@ -563,6 +829,71 @@ impl Policy {
         );
         self.documentation = Some(link.into());
         self
+    }
+
+    /// Fails for settings that contradict each other.
+    #[track_caller]
+    pub(crate) fn assert_consistent(&self) {
+        let computed = self.keys.iter().find(|source| !source.is_header());
+        if let Some(source) = computed
+            && self.principal.is_none()
+            && self.anonymous != Anonymous::Allowed
+        {
+            panic!(
+                "Policy: keys from {source:?} are computed from what anybody may send: say whose they are by \
+                 Policy::principal, or that they are everybody's by Policy::anonymous()"
+            );
+        }
+        if let Some(source) = self.keys.iter().find(|source| source.reads_body())
+            && self.streams_body
+        {
+            panic!("Policy: {source:?} needs the body, and Policy::stream_body lets it through unread");
+        }
+        assert!(
+            !(self.streams_body && self.compare.is_some()),
+            "Policy: Policy::compare needs the body, and Policy::stream_body lets it through unread"
+        );
+        let holds = matches!(self.on_failure, OnFailure::HoldLease | OnFailure::HoldRetention);
+        assert!(
+            !(self.is_atomic && holds),
+            "Policy: under Policy::atomic() an attempt that fails leaves no row that OnFailure could hold"
+        );
+    }
+
+    pub(crate) fn allows_key(&self, found: &Found) -> Result<(), Refusal> {
+        let from_header = found.source.is_empty();
+        match self.key_rules.iter().find(|rule| from_header && !(rule.allows)(found.key.as_str())) {
+            Some(rule) => Err(Refusal::from(InvalidKey::Form).detailed(rule.text.as_str())),
+            None => Ok(()),
+        }
+    }
+
+    /// What a request without a key is told to send.
+    pub(crate) fn key_missing(&self) -> Refusal {
+        let refusal = Refusal::new(Code::KeyMissing);
+        if self.keys.iter().any(KeySource::is_header) {
+            return refusal;
+        }
+        let sources: Vec<_> = self.keys.iter().map(KeySource::name).collect();
+        refusal.detailed(format!("The key is made of this part of the request: {}.", sources.join(", else ")))
+    }
+
+    /// What becomes of a key whose handler has left no answer.
+    pub(crate) fn without_answer(&self) -> Return {
+        match self.on_failure {
+            OnFailure::Release | OnFailure::Store => Return::Release,
+            OnFailure::HoldLease => Return::HoldLease,
+            OnFailure::HoldRetention => Return::HoldRetention,
+        }
+    }
+
+    /// What of it is stored.
+    pub(crate) fn stored(&self, snapshot: ResponseSnapshot) -> ResponseSnapshot {
+        let snapshot = match &self.redact {
+            Some(redact) => redact(snapshot),
+            None => snapshot,
+        };
+        if self.on_completed == OnCompleted::Reject { snapshot.bare() } else { snapshot }
     }
 
     /// Whether a request is this policy's business at all.

@@ -7,18 +7,35 @@
 //! | 400 | `key-invalid` | the key cannot be read | |
 //! | 400 | `body-truncated` | the body was cut off | |
 //! | 401 | `principal-missing` | the policy wants to know who asks | |
+//! | 404 | `key-unknown` | asked for its status: nothing is known of it, or no longer | |
 //! | 408 | `body-timeout` | the body did not arrive in time | |
 //! | 409 | `outstanding` | the first request still runs | yes |
 //! | 409 | `lease-lost` | this attempt was overtaken by another | yes |
 //! | 409 | `serialization` | the transaction lost against another one (40001) | yes |
 //! | 409 | `constraint-violated` | a deferred constraint failed at COMMIT | |
+//! | 400 | `if-match-invalid` | the `If-Match` cannot be read | |
+//! | 403 | `replay-forbidden` | the policy does not let this request see the stored answer | |
+//! | 404 | `not-found` | there is no such row, or none that the caller may see | |
+//! | 409 | `already-completed` | by policy: it was done, and the answer is not told again | |
+//! | 409 | `stale` | the row has another version than the caller expected | |
+//! | 409 | `version-overflow` | the row has the largest version there is | |
+//! | 409 | `not-enough` | less is left than is asked for | |
+//! | 409 | `elsewhere` | the row is in another state than the move starts from | |
+//! | 409 | `move-not-allowed` | no such move is declared | |
+//! | 409 | `duplicate`, or one of the service's own | a unique constraint | |
+//! | 412 | `if-match-failed` | none of the versions in `If-Match` is the current one, which `ETag` tells | |
 //! | 413 | `body-too-large` | the body is over the request limit | |
 //! | 422 | `key-reused` | same key, other request | |
+//! | 422 | `amount-invalid` | an amount that is not positive or too large to be one | |
+//! | 428 | `if-match-missing` | the request must say which version it is about | |
+//! | 429 | `quota-exceeded` | too many keys of this principal; never for a retry | yes |
 //! | 500 | `handler-panicked` | the handler panicked; the key is released | |
 //! | 500 | `body-failed` | the body of the answer failed before it was kept; the key is released | |
 //! | 500 | `transaction-aborted` | the handler swallowed the error of a statement; rolled back | |
 //! | 500 | `transaction-misused` | see [`IdemTx`](crate::IdemTx); what the handler has committed by itself stays, and is not run again | |
 //! | 500 | `misconfigured` | the service is set up wrong; its log says how | |
+//! | 500 | `query-failed` | a statement failed; its log says why | |
+//! | 500 | `state-unknown` | the row is in a state that this version of the service does not know | |
 //! | 503 | `store-unavailable` | no store, no execution | yes |
 //! | 503 | `busy` | too many requests run already | yes |
 //! | 503 | `shutting-down` | this process takes no new work | yes |
@@ -37,12 +54,13 @@ use actix_web::{
     body::BoxBody,
     http::{
         StatusCode,
-        header::{self, HeaderValue},
+        header::{self, ETag, HeaderName, HeaderValue},
     },
+    web::Bytes,
 };
 use serde::Serialize;
 
-use crate::{key::InvalidKey, snapshot::ResponseSnapshot};
+use crate::{key::InvalidKey, policy::Policy, snapshot::ResponseSnapshot};
 
 /// The stable `code` of a refusal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -56,6 +74,10 @@ pub enum Code {
     BodyTruncated,
     /// 401: the policy wants to know who asks.
     PrincipalMissing,
+    /// 403: the policy does not let this request see the stored answer.
+    ReplayForbidden,
+    /// 404: asked for its status: nothing is known of the key, or no longer.
+    KeyUnknown,
     /// 408: the body did not arrive in time.
     BodyTimeout,
     /// 409: the first request still runs.
@@ -66,10 +88,36 @@ pub enum Code {
     Serialization,
     /// 409: a deferred constraint failed at COMMIT.
     ConstraintViolated,
+    /// 409: by policy: it was done, and the answer is not told again.
+    AlreadyCompleted,
+    /// 400: the `If-Match` cannot be read.
+    IfMatchInvalid,
+    /// 404: no such row.
+    NotFound,
+    /// 409: the row has another version than the caller expected.
+    Stale,
+    /// 409: the row has the largest version there is.
+    VersionOverflow,
+    /// 409: less is left than is asked for.
+    NotEnough,
+    /// 409: the row is in another state than the move starts from.
+    Elsewhere,
+    /// 409: no such move is declared.
+    MoveNotAllowed,
+    /// 409: a unique constraint. A service may send it under a code of its own.
+    Duplicate,
+    /// 412: the `If-Match` does not name the current version.
+    IfMatchFailed,
     /// 413: the body is over the request limit.
     BodyTooLarge,
     /// 422: same key, other request.
     KeyReused,
+    /// 429: too many keys of this principal.
+    QuotaExceeded,
+    /// 422: an amount that is not positive, or too large.
+    AmountInvalid,
+    /// 428: no `If-Match`.
+    IfMatchMissing,
     /// 500: the handler panicked.
     HandlerPanicked,
     /// 500: the body of the answer failed before it was kept.
@@ -80,6 +128,10 @@ pub enum Code {
     TransactionMisused,
     /// 500: the service is set up wrong.
     Misconfigured,
+    /// 500: a statement failed.
+    QueryFailed,
+    /// 500: the row is in a state that the service does not know.
+    StateUnknown,
     /// 503: no store, no execution.
     StoreUnavailable,
     /// 503: too many requests run already.
@@ -109,7 +161,7 @@ impl Code {
         self.row().2
     }
 
-    fn detail(self) -> &'static str {
+    pub(crate) fn detail(self) -> &'static str {
         self.row().3
     }
 
@@ -126,6 +178,10 @@ impl Code {
                 "The body was cut off or cannot be read. Nothing was done; retry with the same key."),
             Self::PrincipalMissing => ("principal-missing", S::UNAUTHORIZED, "Authentication is required",
                 "Keys belong to somebody here: authenticate and retry with the same key."),
+            Self::ReplayForbidden => ("replay-forbidden", S::FORBIDDEN, "The stored answer is not for this request",
+                "The request with this key was answered, and you may not see the answer now."),
+            Self::KeyUnknown => ("key-unknown", S::NOT_FOUND, "Nothing is known of this Idempotency-Key",
+                "No request of yours with this key runs or has been completed, or it has expired."),
             Self::BodyTimeout => ("body-timeout", S::REQUEST_TIMEOUT, "The request body did not arrive in time",
                 "Nothing was done; retry with the same key."),
             Self::Outstanding => ("outstanding", S::CONFLICT, "A request is outstanding for this Idempotency-Key",
@@ -136,10 +192,36 @@ impl Code {
                 "Nothing was done; retry with the same key."),
             Self::ConstraintViolated => ("constraint-violated", S::CONFLICT, "A constraint was violated",
                 "Nothing was done: the request contradicts what is stored."),
+            Self::AlreadyCompleted => ("already-completed", S::CONFLICT, "This was done already",
+                "The same request was completed a moment ago; it was not done again."),
+            Self::QuotaExceeded => ("quota-exceeded", S::TOO_MANY_REQUESTS, "Too many idempotency keys",
+                "Nothing was done; let earlier requests end, and retry with the same key."),
+            Self::IfMatchInvalid => ("if-match-invalid", S::BAD_REQUEST, "If-Match is invalid",
+                "Send the ETag that a GET of the resource answered with."),
+            Self::NotFound => ("not-found", S::NOT_FOUND, "There is no such resource",
+                "Nothing was done: it does not exist, or no longer."),
+            Self::Stale => ("stale", S::CONFLICT, "The resource has changed",
+                "Somebody else was first. Nothing was done: read the resource again and decide anew."),
+            Self::VersionOverflow => ("version-overflow", S::CONFLICT, "The resource cannot be changed any more",
+                "Nothing was done: it has the largest version there is."),
+            Self::NotEnough => ("not-enough", S::CONFLICT, "There is not enough left",
+                "Nothing was done: less is left than was asked for."),
+            Self::Elsewhere => ("elsewhere", S::CONFLICT, "The resource is in another state",
+                "Nothing was done: from its present state it cannot go there."),
+            Self::MoveNotAllowed => ("move-not-allowed", S::CONFLICT, "There is no such move",
+                "Nothing was done: the resource never goes from the one state to the other."),
+            Self::Duplicate => ("duplicate", S::CONFLICT, "It exists already",
+                "Nothing was done: there can be only one of it."),
+            Self::IfMatchFailed => ("if-match-failed", S::PRECONDITION_FAILED, "The resource has changed",
+                "It has another version than If-Match names; ETag tells the current one. Nothing was done: read it again and decide anew."),
             Self::BodyTooLarge => ("body-too-large", S::PAYLOAD_TOO_LARGE, "The request body is too large",
                 "Nothing was done."),
             Self::KeyReused => ("key-reused", S::UNPROCESSABLE_ENTITY, "Idempotency-Key is already used",
                 "This key was used with another request. Send the request it was used with, or use a new key."),
+            Self::AmountInvalid => ("amount-invalid", S::UNPROCESSABLE_ENTITY, "The amount is invalid",
+                "Nothing was done: an amount is 1 or more, and no more than there can be."),
+            Self::IfMatchMissing => ("if-match-missing", S::PRECONDITION_REQUIRED, "If-Match is missing",
+                "Send If-Match with the ETag that a GET of the resource answered with."),
             Self::HandlerPanicked => ("handler-panicked", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The request failed and its key is free: retry with the same key."),
             Self::BodyFailed => ("body-failed", S::INTERNAL_SERVER_ERROR, "Internal server error",
@@ -150,6 +232,10 @@ impl Code {
                 "The request failed; the log of the service says why."),
             Self::Misconfigured => ("misconfigured", S::INTERNAL_SERVER_ERROR, "Internal server error",
                 "The service is set up wrong. Nothing was done."),
+            Self::QueryFailed => ("query-failed", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The request failed; the log of the service says why."),
+            Self::StateUnknown => ("state-unknown", S::INTERNAL_SERVER_ERROR, "Internal server error",
+                "The resource is in a state that this version of the service does not know. Nothing was done."),
             Self::StoreUnavailable => ("store-unavailable", S::SERVICE_UNAVAILABLE, "Service unavailable",
                 "Nothing was done; retry with the same key."),
             Self::Busy => ("busy", S::SERVICE_UNAVAILABLE, "Service unavailable",
@@ -177,14 +263,104 @@ pub struct Refusal {
     detail: Option<String>,
     retry_after: Option<Duration>,
     documentation: Option<Arc<str>>,
+    wording: Option<Arc<Wording>>,
+    /// The version that is there.
+    etag: Option<ETag>,
+}
+
+/// A refusal in a policy's own words: [`Policy::wording`](crate::Policy::wording). What is not said
+/// stays as it is.
+///
+/// ```
+/// use actix_idempotency::{Code, Policy, Wording};
+///
+/// let policy = Policy::new().wording(
+///     Code::Outstanding,
+///     Wording::new().language("zh-CN").detail("订单处理中,请勿重复提交"),
+/// );
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Wording {
+    status: Option<StatusCode>,
+    code: Option<String>,
+    title: Option<String>,
+    detail: Option<String>,
+    language: Option<HeaderValue>,
+    body: Option<(HeaderValue, Bytes)>,
+}
+
+impl Wording {
+    /// Says nothing yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Another status.
+    #[must_use]
+    pub fn status(mut self, status: StatusCode) -> Self {
+        self.status = Some(status);
+        self
+    }
+
+    /// Another `code`.
+    #[must_use]
+    pub fn code(mut self, code: impl Into<String>) -> Self {
+        self.code = Some(code.into());
+        self
+    }
+
+    /// Another `title`.
+    #[must_use]
+    pub fn title(mut self, title: impl Into<String>) -> Self {
+        self.title = Some(title.into());
+        self
+    }
+
+    /// Another `detail`: what the client is to do, in its language.
+    #[must_use]
+    pub fn detail(mut self, detail: impl Into<String>) -> Self {
+        self.detail = Some(detail.into());
+        self
+    }
+
+    /// The `Content-Language`; `en` where nothing is said.
+    ///
+    /// # Panics
+    ///
+    /// For what cannot stand in a header.
+    #[track_caller]
+    #[must_use]
+    pub fn language(mut self, language: &str) -> Self {
+        let Ok(language) = HeaderValue::from_str(language) else {
+            panic!("Wording::language: {language:?} cannot stand in a header")
+        };
+        self.language = Some(language);
+        self
+    }
+
+    /// A body in place of the problem document: a page for people, for example.
+    ///
+    /// # Panics
+    ///
+    /// For a content type that cannot stand in a header.
+    #[track_caller]
+    #[must_use]
+    pub fn body(mut self, content_type: &str, body: impl Into<Bytes>) -> Self {
+        let Ok(content_type) = HeaderValue::from_str(content_type) else {
+            panic!("Wording::body: {content_type:?} cannot stand in a header")
+        };
+        self.body = Some((content_type, body.into()));
+        self
+    }
 }
 
 impl Refusal {
     pub(crate) fn new(code: Code) -> Self {
         let retry_after = (code.status() == StatusCode::SERVICE_UNAVAILABLE
-            || matches!(code, Code::LeaseLost | Code::Serialization))
+            || matches!(code, Code::LeaseLost | Code::Serialization | Code::QuotaExceeded))
         .then_some(Duration::from_secs(1));
-        Self { code, detail: None, retry_after, documentation: None }
+        Self { code, detail: None, retry_after, documentation: None, wording: None, etag: None }
     }
 
     /// Whole seconds, rounded up, on the wire.
@@ -193,18 +369,59 @@ impl Refusal {
         self
     }
 
-    pub(crate) fn documented(mut self, link: Option<&Arc<str>>) -> Self {
-        self.documentation = link.cloned();
+    /// In the words of a policy, with its link.
+    pub(crate) fn under(mut self, policy: &Policy) -> Self {
+        self.documentation = policy.documentation.clone();
+        self.wording = policy.wordings.get(&self.code).cloned();
+        self
+    }
+
+    /// What happened here, in place of what the code says.
+    pub(crate) fn detailed(mut self, detail: impl Into<String>) -> Self {
+        self.detail = Some(detail.into());
+        self
+    }
+
+    /// Under a code of the service's own.
+    pub(crate) fn coded(mut self, code: &'static str) -> Self {
+        self.wording = Some(Arc::new(Wording::new().code(code)));
+        self
+    }
+
+    pub(crate) fn with_etag(mut self, etag: ETag) -> Self {
+        self.etag = Some(etag);
         self
     }
 
     fn problem(&self) -> Problem<'_> {
+        let wording = self.wording.as_ref();
         Problem {
             r#type: self.documentation.as_deref().unwrap_or("about:blank"),
-            title: self.code.title(),
-            status: self.code.status().as_u16(),
-            detail: self.detail.as_deref().unwrap_or(self.code.detail()),
-            code: self.code.as_str(),
+            title: wording.and_then(|wording| wording.title.as_deref()).unwrap_or(self.code.title()),
+            status: self.status_code().as_u16(),
+            detail: wording
+                .and_then(|wording| wording.detail.as_deref())
+                .or(self.detail.as_deref())
+                .unwrap_or(self.code.detail()),
+            code: wording.and_then(|wording| wording.code.as_deref()).unwrap_or(self.code.as_str()),
+        }
+    }
+
+    /// Those that do not depend on the moment.
+    fn headers(&self) -> impl Iterator<Item = (HeaderName, HeaderValue)> {
+        let language = self.wording.as_ref().and_then(|wording| wording.language.clone()).unwrap_or(ENGLISH);
+        let link = self
+            .documentation
+            .as_ref()
+            .and_then(|link| HeaderValue::try_from(format!("<{link}>; rel=\"describedby\"; type=\"text/html\"")).ok());
+        let lasting = [(header::CONTENT_LANGUAGE, language), (header::CACHE_CONTROL, NO_STORE)];
+        lasting.into_iter().chain(link.map(|link| (header::LINK, link)))
+    }
+
+    fn body(&self) -> (HeaderValue, Bytes) {
+        match self.wording.as_ref().and_then(|wording| wording.body.clone()) {
+            Some(body) => body,
+            None => (PROBLEM_JSON, serde_json::to_vec(&self.problem()).unwrap_or_default().into()),
         }
     }
 
@@ -223,9 +440,10 @@ impl From<Code> for Refusal {
 
 impl From<InvalidKey> for Refusal {
     fn from(invalid: InvalidKey) -> Self {
-        let mut refusal = Self::new(Code::KeyInvalid);
-        refusal.detail = Some(format!("{invalid}. {}", Code::KeyInvalid.detail()));
-        refusal
+        Self::new(Code::KeyInvalid).detailed(match invalid {
+            InvalidKey::Body | InvalidKey::Field => format!("{invalid}."),
+            _ => format!("{invalid}. {}", Code::KeyInvalid.detail()),
+        })
     }
 }
 
@@ -238,13 +456,16 @@ impl fmt::Display for Refusal {
 impl std::error::Error for Refusal {}
 
 /// A refusal that is kept: what was done must not be done again.
-pub(crate) fn snapshot(code: Code) -> ResponseSnapshot {
-    let refusal = Refusal::new(code);
-    ResponseSnapshot::json(code.status(), &refusal.problem())
-        .map(|snapshot| snapshot.with_content_type(PROBLEM_JSON))
-        .unwrap_or_else(|_| ResponseSnapshot::new(code.status()))
+pub(crate) fn snapshot(code: Code, policy: &Policy) -> ResponseSnapshot {
+    let refusal = Refusal::new(code).under(policy);
+    let (content_type, body) = refusal.body();
+    let snapshot = ResponseSnapshot::new(refusal.status_code()).with_body(body);
+    let headers = refusal.headers().chain([(header::CONTENT_TYPE, content_type)]);
+    headers.fold(snapshot, |snapshot, (name, value)| snapshot.with_header(name, value))
 }
 
+const ENGLISH: HeaderValue = HeaderValue::from_static("en");
+const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 
 /// RFC 9457, section 3, with `code` as the extension that programs read.
@@ -259,25 +480,21 @@ struct Problem<'a> {
 
 impl ResponseError for Refusal {
     fn status_code(&self) -> StatusCode {
-        self.code.status()
+        self.wording.as_ref().and_then(|wording| wording.status).unwrap_or(self.code.status())
     }
 
     fn error_response(&self) -> HttpResponse<BoxBody> {
-        let problem = self.problem();
-        let mut response = HttpResponse::build(self.code.status());
-        response
-            .content_type(PROBLEM_JSON)
-            .insert_header((header::CONTENT_LANGUAGE, "en"))
-            .insert_header((header::CACHE_CONTROL, "no-store"));
-        if let Some(link) = &self.documentation {
-            response.insert_header((header::LINK, format!("<{link}>; rel=\"describedby\"; type=\"text/html\"")));
-        }
+        let mut response = HttpResponse::build(self.status_code());
+        self.headers().for_each(|header| {
+            response.insert_header(header);
+        });
         if let Some(wait) = self.retry_after {
             response.insert_header((header::RETRY_AFTER, wait.as_millis().div_ceil(1000).max(1).to_string()));
         }
-        match serde_json::to_vec(&problem) {
-            Ok(body) => response.body(body),
-            Err(_) => response.finish(),
+        if let Some(etag) = &self.etag {
+            response.insert_header(etag.clone());
         }
+        let (content_type, body) = self.body();
+        response.insert_header((header::CONTENT_TYPE, content_type)).body(body)
     }
 }

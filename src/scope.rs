@@ -57,11 +57,15 @@ impl Scope {
         if principal.is_none() && policy.anonymous == Anonymous::Refused {
             return Err(Code::PrincipalMissing);
         }
-        let resource = policy.resource.clone().unwrap_or_else(|| {
-            let pattern = request.match_pattern();
-            format!("{} {}", request.method(), pattern.as_deref().unwrap_or(request.path()))
-        });
+        let pattern = request.match_pattern();
+        let resource = resource_of(policy, request.method().as_str(), pattern.as_deref().unwrap_or(request.path()));
         Ok(Self::http(tenant, principal, resource))
+    }
+
+    /// The scope of the keys of another resource, for whoever asks here.
+    pub(crate) fn elsewhere(request: &HttpRequest, policy: &Policy, method: &str, pattern: &str) -> Result<Self, Code> {
+        let resource = resource_of(policy, method, pattern);
+        Self::of(request, policy).map(|scope| Self { resource, ..scope })
     }
 
     pub(crate) fn domain(&self) -> Domain {
@@ -88,8 +92,8 @@ impl Scope {
         &self.resource
     }
 
-    /// The primary key of `key` in this scope.
-    pub(crate) fn id(&self, key: &IdempotencyKey) -> KeyId {
+    /// The primary key of `key` in this scope. `source` is empty for the header.
+    pub(crate) fn id(&self, source: &str, key: &IdempotencyKey) -> KeyId {
         let mut digest = Digest::new("actix-idempotency key 1");
         digest
             .part(self.domain.as_str())
@@ -97,6 +101,9 @@ impl Scope {
             .optional(self.principal.as_ref())
             .part(&self.resource)
             .part(key.as_str());
+        if !source.is_empty() {
+            digest.part(source);
+        }
         KeyId(digest.finish())
     }
 }
@@ -109,6 +116,10 @@ impl fmt::Debug for Scope {
             .field("resource", &self.resource)
             .finish()
     }
+}
+
+fn resource_of(policy: &Policy, method: &str, pattern: &str) -> String {
+    policy.resource.clone().unwrap_or_else(|| format!("{method} {pattern}"))
 }
 
 /// A digest of the `Basic` or `Bearer` credential.
@@ -172,7 +183,7 @@ mod tests {
 
     fn id(tenant: Option<&str>, principal: Option<&str>, resource: &str, key: &str) -> KeyId {
         Scope::http(tenant.map(Into::into), principal.map(Into::into), resource.into())
-            .id(&IdempotencyKey::try_from(key).unwrap())
+            .id("", &IdempotencyKey::try_from(key).unwrap())
     }
 
     #[test]

@@ -2,24 +2,28 @@
 
 use std::{
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use actix_web::{
-    HttpResponse, ResponseError,
+    HttpRequest, HttpResponse, ResponseError,
     body::{BoxBody, EitherBody, MessageBody},
-    http::StatusCode,
+    http::{
+        StatusCode,
+        header::{HeaderMap, HttpDate, TryIntoHeaderValue},
+    },
 };
 use tracing::Span;
 
 use crate::{
     atomic::Atomic,
-    claim::{self, Ask, Claim},
+    claim::{self, Ask, Claim, Stored},
     engine::Engine,
     error::Error,
     extract::{IdemKey, Slot, Used, Verdict},
+    header::{IDEMPOTENCY_ATTEMPT, IDEMPOTENCY_KEY_EXPIRES},
     lease::{Ended, Lease},
-    policy::Policy,
+    policy::{OnCompleted, Policy, Return},
     refusal::{Code, Refusal},
     snapshot::{self, Buffered, ResponseSnapshot},
     telemetry::{self, Event},
@@ -36,7 +40,7 @@ pub(crate) enum Hold {
 }
 
 impl Hold {
-    async fn keep(self, transaction: Option<Transaction>, snapshot: ResponseSnapshot) -> Ended {
+    pub(crate) async fn keep(self, transaction: Option<Transaction>, snapshot: ResponseSnapshot) -> Ended {
         match (self, transaction) {
             (Self::Lease(lease), None) => lease.complete(snapshot).await,
             (Self::Lease(lease), Some(transaction)) => lease.commit(transaction, snapshot).await,
@@ -46,11 +50,18 @@ impl Hold {
     }
 
     /// Nothing is done: what the handler wrote was rolled back.
-    pub(crate) async fn give_back(self, status: StatusCode) -> Ended {
+    pub(crate) async fn give_back(self, status: StatusCode, how: Return) -> Ended {
         match self {
-            Self::Lease(lease) => lease.release(status).await,
+            Self::Lease(lease) => lease.give_back(status, how).await,
             // It has left nothing behind.
             Self::Atomic(_) => Ended::Landed,
+        }
+    }
+
+    fn attempt(&self) -> i32 {
+        match self {
+            Self::Lease(lease) => lease.attempt,
+            Self::Atomic(_) => 1,
         }
     }
 
@@ -76,7 +87,7 @@ enum Course {
     /// Keep it: in this transaction, where there is one.
     Keep { transaction: Option<Transaction>, body: bool },
     /// Roll back, and give the key back; where there is a code, the answer is that.
-    GiveBack { transaction: Option<Transaction>, instead: Option<Code> },
+    GiveBack { transaction: Option<Transaction>, how: Return, instead: Option<Code> },
     /// Roll back, and keep the answer all the same.
     RollBackAndKeep { transaction: Option<Transaction>, body: bool },
     /// The handler has stored its answer by itself.
@@ -89,27 +100,28 @@ enum Course {
 fn judge(status: StatusCode, verdict: Verdict, used: Used, completed: Option<ResponseSnapshot>) -> Course {
     let success = status.as_u16() < 400;
     let body = verdict != Verdict::KeepWithoutBody;
-    match (used, completed) {
-        (Used::Kept, _) => Course::Abandon,
-        (Used::Failed(code, transaction), _) => Course::GiveBack { transaction, instead: success.then_some(code) },
-        (Used::Back(transaction), Some(snapshot)) => Course::Stored { transaction: Some(transaction), snapshot },
-        (Used::Not(_), Some(snapshot)) => Course::Stored { transaction: None, snapshot },
-        (Used::Back(transaction), None) if verdict == Verdict::Release => {
-            if success {
+    let (was_used, transaction) = match used {
+        Used::Kept => return Course::Abandon,
+        Used::Failed(code, transaction) => {
+            let instead = success.then_some(code);
+            return Course::GiveBack { transaction, how: Return::Release, instead };
+        }
+        Used::Back(transaction) => (true, Some(transaction)),
+        Used::Not(transaction) => (false, transaction),
+    };
+    match (completed, verdict) {
+        (Some(snapshot), _) => Course::Stored { transaction: transaction.filter(|_| was_used), snapshot },
+        (None, Verdict::Back(how)) => {
+            let instead = (success && was_used).then_some(Code::TransactionMisused);
+            if instead.is_some() {
                 telemetry::misconfigured(
                     "a handler has used IdemTx, and its answer of success gives the key back: its writes are rolled back",
                 );
             }
-            let instead = success.then_some(Code::TransactionMisused);
-            Course::GiveBack { transaction: Some(transaction), instead }
+            Course::GiveBack { transaction, how, instead }
         }
-        (Used::Not(transaction), None) if verdict == Verdict::Release => {
-            Course::GiveBack { transaction, instead: None }
-        }
-        (Used::Back(transaction), None) if success => Course::Keep { transaction: Some(transaction), body },
-        (Used::Not(transaction), None) if success => Course::Keep { transaction, body },
-        (Used::Back(transaction), None) => Course::RollBackAndKeep { transaction: Some(transaction), body },
-        (Used::Not(transaction), None) => Course::RollBackAndKeep { transaction, body },
+        (None, Verdict::Keep | Verdict::KeepWithoutBody) if success => Course::Keep { transaction, body },
+        (None, Verdict::Keep | Verdict::KeepWithoutBody) => Course::RollBackAndKeep { transaction, body },
     }
 }
 
@@ -143,13 +155,13 @@ impl Case {
                 self.roll_back(transaction).await;
                 self.keep(hold, None, response, body).await
             }
-            Course::GiveBack { transaction, instead } => {
+            Course::GiveBack { transaction, how, instead } => {
                 self.roll_back(transaction).await;
                 let response = match instead {
                     None => response.map_into_left_body(),
                     Some(code) => self.refusal(code.into()).map_into_right_body(),
                 };
-                self.give_back(hold, response).await
+                self.give_back(hold, how, response).await
             }
             Course::Stored { transaction, snapshot } => self.stored(hold, transaction, snapshot, response).await,
             Course::Abandon => {
@@ -172,7 +184,8 @@ impl Case {
     {
         let status = response.status();
         let (head, body) = response.into_parts();
-        let buffered = if with_body {
+        let attempt = hold.attempt();
+        let buffered = if with_body && self.policy.on_completed != OnCompleted::Reject {
             snapshot::buffer(body, head.headers(), &self.policy).await
         } else {
             Buffered::Untouched(body)
@@ -185,14 +198,17 @@ impl Case {
             Buffered::Failed(error) => {
                 telemetry::body_failed(&*error);
                 self.roll_back(transaction).await;
-                return self.give_back(hold, self.refusal(Code::BodyFailed.into()).map_into_right_body()).await;
+                let refusal = self.refusal(Code::BodyFailed.into()).map_into_right_body();
+                return self.give_back(hold, self.policy.without_answer(), refusal).await;
             }
         };
         let snapshot = ResponseSnapshot::capture(status, head.headers(), stored, &self.policy);
-        match hold.keep(transaction, snapshot).await {
+        match hold.keep(transaction, self.policy.stored(snapshot)).await {
             Ended::Landed | Ended::Later => {
                 self.report("fresh");
-                head.set_body(sent)
+                let mut response = head.set_body(sent);
+                self.tell(response.headers_mut(), attempt, self.policy.retention);
+                response
             }
             Ended::Lost => self.overtaken().await.map_into_right_body(),
             Ended::Refused(code) => self.refusal(code.into()).map_into_right_body(),
@@ -200,8 +216,13 @@ impl Case {
         }
     }
 
-    async fn give_back<B>(&self, hold: Hold, response: HttpResponse<EitherBody<B>>) -> HttpResponse<EitherBody<B>> {
-        match hold.give_back(response.status()).await {
+    async fn give_back<B>(
+        &self,
+        hold: Hold,
+        how: Return,
+        response: HttpResponse<EitherBody<B>>,
+    ) -> HttpResponse<EitherBody<B>> {
+        match hold.give_back(response.status(), how).await {
             Ended::Lost => self.overtaken().await.map_into_right_body(),
             _ => {
                 self.report("released");
@@ -231,9 +252,12 @@ impl Case {
         };
         match self.engine.look(&self.ask.id, &self.policy).await {
             Ok(Some(row)) if row.owner == lease.owner && row.state == "completed" => {
+                let attempt = lease.attempt;
                 lease.confirm();
                 self.report("fresh");
-                snapshot.into_response().map_into_right_body()
+                let mut response = snapshot.into_response().map_into_right_body();
+                self.tell(response.headers_mut(), attempt, self.policy.retention);
+                response
             }
             // Rolled back: the row is as the claim left it.
             Ok(Some(row)) if row.owner == lease.owner => {
@@ -245,7 +269,7 @@ impl Case {
                 } else {
                     response.map_into_left_body()
                 };
-                self.give_back(Hold::Lease(lease), response).await
+                self.give_back(Hold::Lease(lease), self.policy.without_answer(), response).await
             }
             Ok(_) => {
                 lease.confirm();
@@ -263,7 +287,8 @@ impl Case {
     pub(crate) async fn overtaken(&self) -> HttpResponse<BoxBody> {
         telemetry::event(Event::LeaseLost, &self.ask.id);
         match claim::look_again(&self.engine, &self.ask, &self.policy).await {
-            Ok(Some(Claim::Replay(snapshot))) => self.replay(snapshot),
+            Ok(Some(Claim::Replay(stored))) => self.replayed(stored),
+            Ok(Some(Claim::AlreadyCompleted)) => self.refusal(Code::AlreadyCompleted.into()),
             Ok(Some(Claim::KeyReused)) => self.key_reused(),
             Ok(Some(Claim::NewerVersion)) => self.refusal(Code::NewerVersion.into()),
             Ok(_) => self.refusal(Code::LeaseLost.into()),
@@ -280,10 +305,33 @@ impl Case {
         }
     }
 
-    pub(crate) fn replay(&self, snapshot: ResponseSnapshot) -> HttpResponse<BoxBody> {
+    /// The stored answer, if this request may still see it.
+    pub(crate) fn replay(&self, request: &HttpRequest, stored: Stored) -> HttpResponse<BoxBody> {
+        if self.policy.may_replay.as_ref().is_some_and(|may| !(may.closure)(request)) {
+            return self.refusal(Code::ReplayForbidden.into());
+        }
+        self.replayed(stored)
+    }
+
+    fn replayed(&self, stored: Stored) -> HttpResponse<BoxBody> {
         telemetry::event(Event::Replayed, &self.ask.id);
         self.report("replayed");
-        snapshot.replay(&self.policy)
+        let mut response = stored.snapshot.replay(&self.policy);
+        self.tell(response.headers_mut(), stored.attempt, stored.expires_in);
+        response
+    }
+
+    /// What the policy tells about the key beside the answer.
+    fn tell(&self, headers: &mut HeaderMap, attempt: i32, expires_in: Option<Duration>) {
+        if self.policy.tells_attempt {
+            headers.insert(IDEMPOTENCY_ATTEMPT, attempt.into());
+        }
+        if let (true, Some(left)) = (self.policy.tells_expiry, expires_in)
+            && let Some(at) = SystemTime::now().checked_add(left)
+            && let Ok(at) = HttpDate::from(at).try_into_value()
+        {
+            headers.insert(IDEMPOTENCY_KEY_EXPIRES, at);
+        }
     }
 
     pub(crate) fn key_reused(&self) -> HttpResponse<BoxBody> {
@@ -305,7 +353,7 @@ impl Case {
     pub(crate) fn refusal(&self, refusal: Refusal) -> HttpResponse<BoxBody> {
         self.report(refusal.code().as_str());
         telemetry::rejected(refusal.code().as_str());
-        refusal.documented(self.policy.documentation.as_ref()).error_response()
+        refusal.under(&self.policy).error_response()
     }
 
     pub(crate) fn report(&self, outcome: &str) {
@@ -346,5 +394,5 @@ pub(crate) async fn settle_keyless<B>(
         }
         Used::Kept => Code::TransactionMisused,
     };
-    Refusal::new(code).documented(policy.documentation.as_ref()).error_response().map_into_right_body()
+    Refusal::new(code).under(policy).error_response().map_into_right_body()
 }

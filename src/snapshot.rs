@@ -83,11 +83,6 @@ impl ResponseSnapshot {
         self
     }
 
-    pub(crate) fn with_content_type(mut self, value: HeaderValue) -> Self {
-        self.headers.retain(|(name, _)| name != header::CONTENT_TYPE);
-        self.with_header(header::CONTENT_TYPE, value)
-    }
-
     /// Replaces the body.
     #[must_use]
     pub fn with_body(mut self, body: impl Into<Bytes>) -> Self {
@@ -123,6 +118,11 @@ impl ResponseSnapshot {
             })
             .collect::<Option<_>>()?;
         Some(Self { status, headers, body: body.map(Bytes::from) })
+    }
+
+    /// The status alone: that it was done, and nothing about it.
+    pub(crate) fn bare(&self) -> Self {
+        Self { status: self.status, headers: Vec::new(), body: None }
     }
 
     /// The same without its body.

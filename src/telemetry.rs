@@ -19,6 +19,7 @@
 //! | `key-reused` | info | the key was used with another request |
 //! | `expired` | debug | an expired key was claimed anew |
 //! | `retried` | debug | a released key was claimed again |
+//! | `run-again` | debug | a completed key was claimed again, as `OnCompleted::RunAgain` asks |
 //! | `taken-over` | warn | a lapsed lease was taken over: the attempt before it died |
 //! | `lease-lost` | warn | an attempt found itself overtaken when it was done |
 //! | `not-renewed` | warn | a lease could not be renewed: its row is locked, or somebody else's |
@@ -65,6 +66,7 @@ pub(crate) enum Event {
     EndedLate,
     CompletionLost,
     AtomicWithoutTx,
+    RunAgain,
 }
 
 /// Says what happened to a key.
@@ -91,6 +93,7 @@ pub(crate) fn event(event: Event, id: &KeyId) {
         Event::RecipeChanged => say!(warn, "recipe-changed"),
         Event::EndedLate => say!(info, "ended-late"),
         Event::CompletionLost => say!(warn, "completion-lost"),
+        Event::RunAgain => say!(debug, "run-again"),
         Event::AtomicWithoutTx => say!(warn, "atomic-without-tx"),
     }
 }

@@ -65,6 +65,17 @@ Try, in another terminal:
   order -H 'Idempotency-Key: a3' -H 'X-Demo-Fail: 500'
   order -H 'Idempotency-Key: a3'
 
+  # a double click on a form without a key: the second one is told so, while the first runs and for 15 s after it
+  coupon() {{ curl -si http://{address}/coupons -H "Authorization: Bearer ${{NAME:-alice}}" \
+    -H 'Content-Type: application/json' -d '{{"coupon": "SPRING"}}' "$@"; echo; }}
+  coupon -H 'X-Demo-Slow-Ms: 2000' & sleep 1; coupon; wait; coupon
+  NAME=bob coupon
+
+  # the callback of a payment provider, keyed by its own number: a repeat gets success again
+  paid() {{ curl -si http://{address}/payments/callback -H 'Content-Type: application/json' \
+    -d '{{"order_id": 1, "out_trade_no": "'${{1:-T1}}'"}}'; echo; }}
+  paid; paid
+
   # what there is now: the stock and the orders add up
   curl -s http://{address}/orders -H 'Authorization: Bearer alice'
   curl -s http://{address}/products/1

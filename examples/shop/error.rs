@@ -17,6 +17,8 @@ pub enum ShopError {
     OutOfStock,
     #[error("one to a customer in this campaign")]
     CampaignUsed,
+    #[error("you have this coupon already")]
+    CouponClaimed,
     #[error("this attempt fails, as X-Demo-Fail asked")]
     Demo(StatusCode),
     #[error("the database failed")]
@@ -34,6 +36,12 @@ impl From<QueryError> for ShopError {
             {
                 Self::CampaignUsed
             }
+            QueryError::DatabaseError(DatabaseErrorKind::UniqueViolation, info)
+                if info.constraint_name() == Some("coupons_customer_coupon_key") =>
+            {
+                Self::CouponClaimed
+            }
+            QueryError::DatabaseError(DatabaseErrorKind::ForeignKeyViolation, _) => Self::NotFound,
             _ => Self::Database(error),
         }
     }
@@ -45,7 +53,7 @@ impl ResponseError for ShopError {
             Self::Anonymous => StatusCode::UNAUTHORIZED,
             Self::Quantity => StatusCode::UNPROCESSABLE_ENTITY,
             Self::NotFound => StatusCode::NOT_FOUND,
-            Self::OutOfStock | Self::CampaignUsed => StatusCode::CONFLICT,
+            Self::OutOfStock | Self::CampaignUsed | Self::CouponClaimed => StatusCode::CONFLICT,
             Self::Demo(status) => *status,
             Self::Database(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::NoConnection => StatusCode::SERVICE_UNAVAILABLE,

@@ -1,12 +1,14 @@
-//! An order service whose `POST /orders` is safe to retry.
+//! A shop whose orders, coupons and payment callbacks are safe to repeat.
 //!
 //!     ./with-postgres cargo run --release --example shop
 //!
 //! It prints the curl lines to try once it listens.
 
+mod coupons;
 mod demo;
 mod error;
 mod orders;
+mod payments;
 mod products;
 mod schema;
 
@@ -36,13 +38,20 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let drain = idempotency.drain();
 
     let server = HttpServer::new(move || {
-        App::new().wrap(Logger::default()).app_data(web::Data::new(pool.clone())).service(products::show).service(
-            web::scope("")
-                .wrap(idempotency.clone())
-                .service(orders::create)
-                .service(orders::list)
-                .service(orders::show),
-        )
+        App::new()
+            .wrap(Logger::default())
+            .app_data(web::Data::new(pool.clone()))
+            .app_data(web::Data::new(idempotency.clone()))
+            .service(products::show)
+            .service(coupons::claim)
+            .service(payments::callback)
+            .service(
+                web::scope("")
+                    .wrap(idempotency.clone())
+                    .service(orders::create)
+                    .service(orders::list)
+                    .service(orders::show),
+            )
     })
     .shutdown_signal(drain)
     .bind(bind)?;

@@ -95,11 +95,13 @@ impl FromRequest for Customer {
     type Future = Ready<Result<Self, ShopError>>;
 
     fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
-        let name = request
-            .headers()
-            .get(header::AUTHORIZATION)
-            .and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "))
-            .map(|name| Self(name.to_owned()));
-        ready(name.ok_or(ShopError::Anonymous))
+        ready(Self::name(request).map(Self).ok_or(ShopError::Anonymous))
+    }
+}
+
+impl Customer {
+    pub fn name(request: &HttpRequest) -> Option<String> {
+        let value = request.headers().get(header::AUTHORIZATION)?.to_str().ok()?;
+        value.strip_prefix("Bearer ").map(str::to_owned)
     }
 }

@@ -18,3 +18,18 @@ diesel::table! {
         version -> Integer,
     }
 }
+
+diesel::table! {
+    coupons (id) {
+        id -> BigInt,
+        customer -> Text,
+        coupon -> Text,
+    }
+}
+
+diesel::table! {
+    payments (out_trade_no) {
+        out_trade_no -> Text,
+        order_id -> BigInt,
+    }
+}

@@ -28,6 +28,8 @@ const REFUSALS: u32 = 3;
 pub(crate) enum Ending {
     Complete(ResponseSnapshot),
     Release(Option<StatusCode>),
+    /// Nobody is to try again for the retention of the key.
+    Hold,
 }
 
 impl Engine {
@@ -52,6 +54,7 @@ impl Engine {
                 let answer = parts.answer(snapshot);
                 keys::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
+            Ending::Hold => keys::hold(&mut conn, &id.0, &owner, patience).await?,
             Ending::Release(status) => keys::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
         };
         conn.give_back();
@@ -99,7 +102,7 @@ impl Engine {
                 }
             }
             match &ending {
-                Ending::Release(_) if Instant::now() >= lapses => return,
+                Ending::Release(_) | Ending::Hold if Instant::now() >= lapses => return,
                 Ending::Complete(snapshot) if refusals == REFUSALS && snapshot.body().is_some() => {
                     ending = Ending::Complete(snapshot.without_body());
                     refusals = 0;
@@ -115,6 +118,17 @@ impl Engine {
     async fn is_settled(&self, id: KeyId, owner: Owner, policy: &Policy) -> bool {
         let row = self.look(&id, policy).await;
         row.is_ok_and(|row| row.is_some_and(|row| row.owner == owner && row.state != "outstanding"))
+    }
+
+    /// Whether a request runs the key in a transaction of its own, here or elsewhere.
+    pub(crate) async fn is_locked(&self, id: &KeyId, policy: &Policy) -> Result<bool, Error> {
+        let ask = async {
+            let mut conn = self.store.connection().await?;
+            let settled = keys::settled(&mut conn, &[&id.0], &[Some(id.lock())]).await?;
+            conn.give_back();
+            Ok(settled.is_empty())
+        };
+        in_time(policy.store_timeout, ask).await
     }
 
     /// The row as it is, or `None`. Asked again where the connection turns out to be dead.

@@ -19,7 +19,7 @@ use crate::{
     error::{Error, ErrorKind},
     key::IdempotencyKey,
     lease::Lease,
-    policy::Policy,
+    policy::{OnFailure, Policy, Return},
     postgres::transactions,
     refusal::{Code, Refusal},
     scope::Scope,
@@ -70,6 +70,8 @@ struct Held {
     policy: Arc<Policy>,
     owner: [u8; 16],
     seed: [u8; 32],
+    /// Of the first attempt, however its digest was made.
+    fingerprint: [u8; 32],
     is_durable: bool,
 }
 
@@ -81,6 +83,7 @@ enum Say {
     Keep,
     KeepWithoutBody,
     Release,
+    Hold,
 }
 
 /// What is done with an answer.
@@ -88,7 +91,7 @@ enum Say {
 pub(crate) enum Verdict {
     Keep,
     KeepWithoutBody,
-    Release,
+    Back(Return),
 }
 
 impl IdemKey {
@@ -98,6 +101,7 @@ impl IdemKey {
             policy: Arc::clone(policy),
             owner: lease.owner,
             seed: lease.seed,
+            fingerprint: lease.fingerprint,
             is_durable: lease.is_durable,
         };
         Self::new(ask, lease.attempt.unsigned_abs(), Some(held))
@@ -151,7 +155,7 @@ impl IdemKey {
             panic!("IdemKey::derive is for effects outside the database, and Policy::atomic() is for handlers without");
         };
         let mut digest = Digest::new("actix-idempotency derive 1");
-        digest.part(held.seed).part(self.0.ask.fingerprint.digest).part(name);
+        digest.part(held.seed).part(held.fingerprint).part(name);
         hex::encode(digest.finish())
     }
 
@@ -195,11 +199,11 @@ impl IdemKey {
             return Err(Code::Misconfigured.into());
         };
         let snapshot = snapshot.fit_for(&held.policy);
-        let parts = Parts::of(&snapshot);
-        let answer = parts.answer(&snapshot);
+        let stored = held.policy.stored(snapshot.clone());
+        let parts = Parts::of(&stored);
+        let answer = parts.answer(&stored);
         match transactions::complete_in(conn, &self.0.ask.id.0, &held.owner, &answer).await.map_err(Error::from) {
             Ok(true) => {
-                drop(parts);
                 *self.0.completed.lock().unwrap_or_else(PoisonError::into_inner) = Some(snapshot);
                 Ok(())
             }
@@ -246,6 +250,13 @@ impl IdemKey {
         self.say(Say::Release);
     }
 
+    /// Keeps the key outstanding until its lease ends, whatever the status of this handler's answer and the
+    /// policy: the answer is not kept, and nobody tries again before that. Under [`Policy::atomic`],
+    /// where there is no lease, it is given back.
+    pub fn hold(&self) {
+        self.say(Say::Hold);
+    }
+
     fn say(&self, say: Say) {
         self.0.say.store(say as u8, Ordering::Release);
     }
@@ -253,12 +264,18 @@ impl IdemKey {
     /// What is done with an answer of this status: the handler's say, else the policy's.
     pub(crate) fn verdict(&self, status: StatusCode, policy: &Policy) -> Verdict {
         let say = self.0.say.load(Ordering::Acquire);
-        if say == Say::KeepWithoutBody as u8 {
+        if say == Say::Keep as u8 {
+            Verdict::Keep
+        } else if say == Say::KeepWithoutBody as u8 {
             Verdict::KeepWithoutBody
-        } else if say == Say::Keep as u8 || say != Say::Release as u8 && policy.keeps(status) {
+        } else if say == Say::Release as u8 {
+            Verdict::Back(Return::Release)
+        } else if say == Say::Hold as u8 {
+            Verdict::Back(Return::HoldLease)
+        } else if policy.keeps(status) || policy.on_failure == OnFailure::Store {
             Verdict::Keep
         } else {
-            Verdict::Release
+            Verdict::Back(policy.without_answer())
         }
     }
 }

@@ -100,19 +100,23 @@ pub(crate) struct Row {
     pub(crate) header_values: Option<Vec<Vec<u8>>>,
     pub(crate) body: Option<Vec<u8>>,
     pub(crate) snapshot_version: Option<i16>,
+    /// `None`: never.
+    pub(crate) expires_in_ms: Option<i64>,
 }
 
 statement! {
     struct Look { id: [u8] }
     returns (
         Binary, Binary, SmallInt, Text, Binary, Integer, Binary, BigInt, Bool, Nullable<SmallInt>,
-        Nullable<Array<Text>>, Nullable<Array<Binary>>, Nullable<Binary>, Nullable<SmallInt>,
+        Nullable<Array<Text>>, Nullable<Array<Binary>>, Nullable<Binary>, Nullable<SmallInt>, Nullable<BigInt>,
     );
     [
         "SELECT fingerprint, recipe, recipe_version, state, owner, attempt, seed, \
-         ceil(extract(epoch FROM leased_until - clock_timestamp()) * 1000)::bigint, \
+         CASE WHEN isfinite(leased_until) \
+         THEN ceil(extract(epoch FROM leased_until - clock_timestamp()) * 1000)::bigint ELSE 9223372036854775807 END, \
          coalesce(coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp(), false), \
-         status, header_names, header_values, body, snapshot_version \
+         status, header_names, header_values, body, snapshot_version, \
+         ceil(extract(epoch FROM completed_at + (expires_at - created_at) - clock_timestamp()) * 1000)::bigint \
          FROM idempotency_keys WHERE id = ",
         (id: Binary),
     ]
@@ -129,14 +133,14 @@ statement! {
     /// saw is pinned by `owner` and `state`; that one of them still holds is asked again here.
     struct TakeOver {
         id: [u8], seen_owner: [u8], seen_state: str, owner: [u8], attempt: i32, seed: [u8], fingerprint: [u8],
-        recipe: [u8], recipe_version: i16, lease_ms: i64, retention_ms: Option<i64>, anew: bool,
+        recipe: [u8], recipe_version: i16, lease_ms: i64, retention_ms: Option<i64>, anew: bool, again: bool,
     }
     [
         "WITH seen AS MATERIALIZED (SELECT id FROM idempotency_keys WHERE id = ", (id: Binary),
         " AND owner = ", (seen_owner: Binary), " AND state = ", (seen_state: Text),
         " AND (state = 'released' OR state = 'outstanding' AND leased_until <= clock_timestamp() \
-         OR coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp()) \
-         FOR NO KEY UPDATE SKIP LOCKED) \
+         OR coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp() OR ", (again: Bool),
+        ") FOR NO KEY UPDATE SKIP LOCKED) \
          UPDATE idempotency_keys AS k SET state = 'outstanding', owner = ", (owner: Binary),
         ", attempt = ", (attempt: Integer), ", seed = ", (seed: Binary), ", fingerprint = ", (fingerprint: Binary),
         ", recipe = ", (recipe: Binary), ", recipe_version = ", (recipe_version: SmallInt),
@@ -159,6 +163,8 @@ pub(crate) struct Takeover<'a> {
     pub(crate) seed: &'a [u8],
     /// Another operation than the row was about: its retention starts now.
     pub(crate) anew: bool,
+    /// Also where the row is completed and has not expired.
+    pub(crate) again: bool,
 }
 
 /// Whether the row is now ours. Of any number of racers one wins; the others find another owner.
@@ -180,6 +186,7 @@ pub(crate) async fn take_over(
         lease_ms: &new.lease_ms,
         retention_ms: &new.retention_ms,
         anew: &over.anew,
+        again: &over.again,
     }
     .execute(conn)
     .await?;
@@ -261,7 +268,29 @@ pub(crate) async fn release(
 }
 
 statement! {
-    /// A row that is locked is passed by: it is renewed the next time, and holds up no other.
+    struct Hold { lock_timeout_ms: i64, id: [u8], owner: [u8] }
+    [
+        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
+         UPDATE idempotency_keys SET leased_until = \
+         coalesce(clock_timestamp() + (expires_at - created_at), 'infinity'::timestamptz) \
+         FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
+        " AND state = 'outstanding'",
+    ]
+}
+
+/// Whether the key now stays outstanding for its retention; `false`: the lease was lost.
+pub(crate) async fn hold(
+    conn: &mut AsyncPgConnection,
+    id: &[u8],
+    owner: &[u8],
+    lock_timeout_ms: i64,
+) -> QueryResult<bool> {
+    Ok(Hold { lock_timeout_ms: &lock_timeout_ms, id, owner }.execute(conn).await? == 1)
+}
+
+statement! {
+    /// A row that is locked is passed by: it is renewed the next time, and holds up no other. One that is
+    /// held for longer, by an attempt that has just failed, stays so.
     struct Renew { ids: &'a [&'a [u8]], owners: &'a [&'a [u8]], lease_ms: &'a [i64] }
     returns Binary;
     [
@@ -269,7 +298,8 @@ statement! {
         (owners: Array<Binary>), ", ", (lease_ms: Array<BigInt>), ") AS lease (id, owner, ms) \
          JOIN idempotency_keys AS k ON k.id = lease.id AND k.owner = lease.owner AND k.state = 'outstanding' \
          FOR NO KEY UPDATE OF k SKIP LOCKED) \
-         UPDATE idempotency_keys AS k SET leased_until = clock_timestamp() + due.ms * interval '1 millisecond' \
+         UPDATE idempotency_keys AS k SET leased_until = \
+         greatest(k.leased_until, clock_timestamp() + due.ms * interval '1 millisecond') \
          FROM due WHERE k.id = due.id AND k.state = 'outstanding' RETURNING k.id",
     ]
 }
@@ -304,4 +334,25 @@ pub(crate) async fn settled(
     locks: &[Option<i64>],
 ) -> QueryResult<Vec<Vec<u8>>> {
     Settled { ids: &ids, locks: &locks }.load(conn).await
+}
+
+statement! {
+    struct Count { tenant: Option<&'a str>, principal: Option<&'a str> }
+    returns (BigInt, BigInt);
+    [
+        "SELECT count(*) FILTER (WHERE state = 'outstanding' AND leased_until > clock_timestamp()), count(*) \
+         FROM idempotency_keys WHERE domain = 'http' AND (principal = ", (principal: Nullable<Text>),
+        " OR principal IS NULL AND ", (principal: Nullable<Text>), " IS NULL) AND tenant IS NOT DISTINCT FROM ",
+        (tenant: Nullable<Text>),
+        " AND coalesce(coalesce(completed_at, leased_until) + (expires_at - created_at) > clock_timestamp(), true)",
+    ]
+}
+
+/// How many keys of a principal are outstanding, and how many have not expired.
+pub(crate) async fn count(
+    conn: &mut AsyncPgConnection,
+    tenant: Option<&str>,
+    principal: Option<&str>,
+) -> QueryResult<(i64, i64)> {
+    Count { tenant: &tenant, principal: &principal }.get_result(conn).await
 }

@@ -4,10 +4,16 @@
 //! Hot statements are query fragments of our own ([`statement!`]): diesel prepares every UPDATE and
 //! every batch anew, which costs a second round trip and a parse for each.
 
+pub(crate) mod decrement;
+pub(crate) mod duplicate;
+pub(crate) mod guarded;
 pub(crate) mod keys;
+pub(crate) mod savepoint;
 pub(crate) mod server;
 pub(crate) mod sweep;
 pub(crate) mod transactions;
+pub(crate) mod transition;
+pub(crate) mod version;
 
 pub(crate) use diesel_async::AsyncPgConnection;
 

@@ -1,11 +1,6 @@
 //! The middleware among what else there is in actix: extractors, wraps, other middleware, bad input.
 
-use std::{
-    collections::HashMap,
-    io::Read,
-    panic::{AssertUnwindSafe, catch_unwind},
-    time::Duration,
-};
+use std::{collections::HashMap, io::Read, panic::catch_unwind, time::Duration};
 
 use actix_idempotency::{IdemKey, Idempotency, OnOutstanding, PgPool, Policy};
 use actix_multipart::Multipart;
@@ -645,29 +640,29 @@ async fn what_is_compressed_outside_is_kept_as_it_was() {
 
 #[test]
 fn a_bad_setting_fails_when_it_is_made_and_names_itself() {
-    let zero = Duration::ZERO;
-    let ages = Duration::from_secs(u64::MAX);
-    let bad: Vec<(&str, Box<dyn Fn() -> Policy>)> = vec![
-        ("methods", Box::new(|| Policy::new().methods([Method::POST, Method::GET]))),
-        ("methods", Box::new(|| Policy::new().methods([]))),
-        ("resource", Box::new(|| Policy::new().resource(""))),
-        ("resource", Box::new(|| Policy::new().resource("x".repeat(256)))),
-        ("fingerprint_header", Box::new(|| Policy::new().fingerprint_header("a b"))),
-        ("never_store_header", Box::new(|| Policy::new().never_store_header(""))),
-        ("replay_marker", Box::new(|| Policy::new().replay_marker("\u{e9}"))),
-        ("documentation", Box::new(|| Policy::new().documentation("https://example.com/>; rel=\"next\""))),
-        ("retention", Box::new(move || Policy::new().retention(zero))),
-        ("retention", Box::new(move || Policy::new().retention(ages))),
-        ("lease", Box::new(|| Policy::new().lease(Duration::from_millis(99)))),
-        ("max_run", Box::new(move || Policy::new().max_run(zero))),
-        ("body_timeout", Box::new(move || Policy::new().body_timeout(zero))),
-        ("stream_timeout", Box::new(move || Policy::new().stream_timeout(zero))),
-        ("store_timeout", Box::new(move || Policy::new().store_timeout(zero))),
-        ("on_outstanding", Box::new(move || Policy::new().on_outstanding(OnOutstanding::Wait(zero)))),
-        ("response_limit", Box::new(|| Policy::new().response_limit(usize::MAX))),
+    type Setting = (&'static str, fn() -> Policy);
+    const ZERO: Duration = Duration::ZERO;
+    let bad: [Setting; 17] = [
+        ("methods", || Policy::new().methods([Method::POST, Method::GET])),
+        ("methods", || Policy::new().methods([])),
+        ("resource", || Policy::new().resource("")),
+        ("resource", || Policy::new().resource("x".repeat(256))),
+        ("fingerprint_header", || Policy::new().fingerprint_header("a b")),
+        ("never_store_header", || Policy::new().never_store_header("")),
+        ("replay_marker", || Policy::new().replay_marker("\u{e9}")),
+        ("documentation", || Policy::new().documentation("https://example.com/>; rel=\"next\"")),
+        ("retention", || Policy::new().retention(ZERO)),
+        ("retention", || Policy::new().retention(Duration::MAX)),
+        ("lease", || Policy::new().lease(Duration::from_millis(99))),
+        ("max_run", || Policy::new().max_run(ZERO)),
+        ("body_timeout", || Policy::new().body_timeout(ZERO)),
+        ("stream_timeout", || Policy::new().stream_timeout(ZERO)),
+        ("store_timeout", || Policy::new().store_timeout(ZERO)),
+        ("on_outstanding", || Policy::new().on_outstanding(OnOutstanding::Wait(ZERO))),
+        ("response_limit", || Policy::new().response_limit(usize::MAX)),
     ];
     for (setting, make) in bad {
-        let panic = catch_unwind(AssertUnwindSafe(make)).expect_err(setting);
+        let panic = catch_unwind(make).expect_err(setting);
         let message = panic.downcast_ref::<String>().cloned().or(panic.downcast_ref::<&str>().map(|&text| text.into()));
         let message: String = message.unwrap();
         assert!(message.starts_with(&format!("Policy::{setting}: ")), "{message}");

@@ -19,18 +19,13 @@ use crate::support::{
     db::{LAPSED, THREE_DAYS_LATER},
     eventually,
     gate::Gate,
-    log::{self, Line},
+    log,
     rig::Rig,
 };
 
-/// The events about a row by name, without those of the framework.
+/// The events about a row by name.
 fn events(id: &str) -> Vec<(String, Level)> {
-    let ours = |line: &Line| line.target == "actix_idempotency";
-    log::events(id)
-        .iter()
-        .filter(|line| ours(line))
-        .map(|line| (line.get("event").unwrap().into(), line.level))
-        .collect()
+    log::events(id).iter().map(|line| (line.get("event").unwrap().into(), line.level)).collect()
 }
 
 #[track_caller]

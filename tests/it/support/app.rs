@@ -21,7 +21,7 @@ use diesel::{
     QueryableByName,
     sql_types::{BigInt, Text},
 };
-use diesel_async::RunQueryDsl;
+use diesel_async::{AsyncPgConnection, RunQueryDsl};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -58,9 +58,14 @@ struct Id {
 /// Business code ran.
 pub async fn effect(pool: &PgPool, tag: &str) -> Result<i64> {
     let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    effect_in(&mut conn, tag).await
+}
+
+/// The same through this connection.
+pub async fn effect_in(conn: &mut AsyncPgConnection, tag: &str) -> Result<i64> {
     let row: Id = diesel::sql_query("INSERT INTO effects (tag) VALUES ($1) RETURNING id")
         .bind::<Text, _>(tag)
-        .get_result(&mut conn)
+        .get_result(conn)
         .await
         .map_err(ErrorInternalServerError)?;
     Ok(row.id)

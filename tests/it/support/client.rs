@@ -1,6 +1,6 @@
 //! Requests and answers, and raw sockets for what no client would send.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{io, net::SocketAddr};
 
 use actix_web::rt::time::timeout;
 use reqwest::{
@@ -154,13 +154,6 @@ impl Raw {
         let mut body = vec![0; length];
         timeout(PATIENCE, self.0.read_exact(&mut body)).await.expect("the body should come").unwrap();
         Answer { status: status.parse().unwrap(), headers, body }
-    }
-
-    /// Whatever comes within this time, at most until the server closes.
-    pub async fn read_for(&mut self, during: Duration) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        let _ = timeout(during, self.0.read_to_end(&mut bytes)).await;
-        bytes
     }
 
     /// Half-closes: the server sees the end of the request.

@@ -47,10 +47,6 @@ impl Cluster {
         format!("postgres://postgres@127.0.0.1:{}/postgres", self.port)
     }
 
-    pub fn port(&self) -> u16 {
-        self.port
-    }
-
     pub fn up(&self) {
         let log = self.directory.join("log").display().to_string();
         self.run("pg_ctl", &["start", "--wait", "--silent", "-D", &self.data(), "-l", &log]);

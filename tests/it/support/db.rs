@@ -143,6 +143,13 @@ impl Db {
         role
     }
 
+    /// Whose transactions are serializable unless they say otherwise.
+    pub fn serializable_pool(&self, size: u32) -> PgPool {
+        let mark = if self.url.contains('?') { '&' } else { '?' };
+        let url = format!("{}{mark}options=-c%20default_transaction_isolation%3Dserializable", self.url);
+        PoolBuilder::new(url).max_size(size.try_into().unwrap()).build().unwrap()
+    }
+
     pub async fn run(&self, sql: &str) {
         self.connect().await.batch_execute(sql).await.unwrap();
     }

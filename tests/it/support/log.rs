@@ -3,9 +3,9 @@
 //! needs a key that no other test has: the id of a row is the same in every database.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     fmt,
-    sync::{Mutex, MutexGuard, Once, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, Once, PoisonError},
     thread,
 };
 
@@ -15,21 +15,23 @@ use tracing::{
     span::{Attributes, Id, Record},
 };
 use tracing_subscriber::{
-    Layer, filter::filter_fn, layer::Context, layer::SubscriberExt, registry::LookupSpan, registry::Registry,
+    Layer,
+    filter::Targets,
+    layer::{Context, SubscriberExt},
+    registry::{LookupSpan, Registry},
 };
 
 pub type Fields = BTreeMap<String, String>;
 
 /// An event, or a span that has ended.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Line {
     pub level: Level,
-    pub target: String,
     /// Those of a span are its own; an event has those of its spans in `within`.
     pub fields: Fields,
     pub within: Fields,
     pub is_span: bool,
-    /// As `thread()` names it.
+    /// As [`thread()`] names it.
     pub thread: String,
 }
 
@@ -38,45 +40,65 @@ impl Line {
         self.fields.get(field).map(String::as_str)
     }
 
-    fn is_about(&self, id: &str) -> bool {
-        [&self.fields, &self.within].iter().any(|fields| fields.get("id").is_some_and(|found| found == id))
+    fn id(&self) -> Option<&String> {
+        self.fields.get("id").or(self.within.get("id"))
     }
 }
 
-static LINES: Mutex<Vec<Line>> = Mutex::new(Vec::new());
+/// Asked all the time by tests that wait for a line, while handlers write: so by id.
+#[derive(Default)]
+struct Heard {
+    all: Vec<Arc<Line>>,
+    by_id: HashMap<String, Vec<Arc<Line>>>,
+}
 
-fn lines() -> MutexGuard<'static, Vec<Line>> {
-    LINES.lock().unwrap_or_else(PoisonError::into_inner)
+static HEARD: Mutex<Option<Heard>> = Mutex::new(None);
+
+fn heard() -> MutexGuard<'static, Option<Heard>> {
+    HEARD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn hear(line: Line) {
+    let line = Arc::new(line);
+    let mut heard = heard();
+    let heard = heard.get_or_insert_default();
+    if let Some(id) = line.id() {
+        heard.by_id.entry(id.clone()).or_default().push(Arc::clone(&line));
+    }
+    heard.all.push(line);
 }
 
 /// From now on.
 pub fn listen() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // Ours and the framework's; the clients of the tests have secrets of their own.
-        let actix = filter_fn(|metadata| metadata.target().starts_with("actix"));
-        tracing::subscriber::set_global_default(Registry::default().with(Ears.with_filter(actix))).unwrap();
+        let ours = Targets::new().with_target("actix_idempotency", Level::TRACE);
+        tracing::subscriber::set_global_default(Registry::default().with(Ears.with_filter(ours))).unwrap();
     });
 }
 
-/// Every line so far.
-pub fn all() -> Vec<Line> {
-    lines().clone()
-}
-
-/// The events on a thread, oldest first: a server with one worker has one of its own.
-pub fn on(thread: &str) -> Vec<Line> {
-    lines().iter().filter(|line| !line.is_span && line.thread == thread).cloned().collect()
-}
-
-/// The thread that asks.
+/// The name of the thread that asks.
 pub fn thread() -> String {
     format!("{:?}", thread::current().id())
 }
 
+/// Every line so far.
+pub fn all() -> Vec<Arc<Line>> {
+    heard().as_ref().map(|heard| heard.all.clone()).unwrap_or_default()
+}
+
+/// The events on a thread, oldest first: a server with one worker has one of its own.
+pub fn on(thread: &str) -> Vec<Arc<Line>> {
+    all().into_iter().filter(|line| !line.is_span && line.thread == thread).collect()
+}
+
+fn about(id: &str) -> Vec<Arc<Line>> {
+    heard().as_ref().and_then(|heard| heard.by_id.get(id).cloned()).unwrap_or_default()
+}
+
 /// The events about a row, by the prefix of its id, oldest first.
-pub fn events(id: &str) -> Vec<Line> {
-    lines().iter().filter(|line| !line.is_span && line.is_about(id)).cloned().collect()
+pub fn events(id: &str) -> Vec<Arc<Line>> {
+    about(id).into_iter().filter(|line| !line.is_span).collect()
 }
 
 /// How many events of this name there are about a row.
@@ -86,7 +108,7 @@ pub fn count(id: &str, event: &str) -> usize {
 
 /// The ended spans of the requests for a row.
 pub fn spans(id: &str) -> Vec<Fields> {
-    lines().iter().filter(|line| line.is_span && line.is_about(id)).map(|line| line.fields.clone()).collect()
+    about(id).iter().filter(|line| line.is_span).map(|line| line.fields.clone()).collect()
 }
 
 struct Ears;
@@ -109,22 +131,14 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Ears {
         for span in context.event_scope(event).into_iter().flat_map(|scope| scope.from_root()) {
             within.extend(span.extensions().get::<Fields>().unwrap().clone());
         }
-        let metadata = event.metadata();
-        lines().push(Line {
-            level: *metadata.level(),
-            target: metadata.target().into(),
-            fields,
-            within,
-            is_span: false,
-            thread: thread(),
-        });
+        hear(Line { level: *event.metadata().level(), fields, within, is_span: false, thread: thread() });
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
         let span = context.span(&id).unwrap();
         let fields = span.extensions().get::<Fields>().unwrap().clone();
-        let (level, target) = (*span.metadata().level(), span.metadata().target().to_owned());
-        lines().push(Line { level, target, fields, within: Fields::new(), is_span: true, thread: thread() });
+        let level = *span.metadata().level();
+        hear(Line { level, fields, within: Fields::new(), is_span: true, thread: thread() });
     }
 }
 

@@ -108,6 +108,10 @@ impl Twin {
         Self { pool, idempotency, gate, server, client: client() }
     }
 
+    pub fn get(&self, path: &str) -> RequestBuilder {
+        self.client.get(self.server.url(path))
+    }
+
     pub fn post(&self, path: &str) -> RequestBuilder {
         self.client.post(self.server.url(path))
     }

@@ -1,0 +1,125 @@
+//! What has become of a key, for the client that sent it.
+
+use std::sync::Arc;
+
+use actix_web::{
+    HttpRequest, HttpResponse, ResponseError, Route,
+    http::header,
+    web::{self, Query},
+};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    claim::{self, Stored},
+    engine::Engine,
+    error::Error,
+    key::IdempotencyKey,
+    middleware::Idempotency,
+    policy::Policy,
+    postgres::keys::Row,
+    refusal::{Code, Refusal},
+    scope::{KeyId, Scope},
+    source::path_parameter,
+    telemetry,
+};
+
+/// Of which resource the keys are.
+struct Status {
+    idempotency: Idempotency,
+    method: String,
+    pattern: String,
+}
+
+#[derive(Deserialize)]
+struct Wish {
+    /// `?answer=true`: the stored answer itself.
+    #[serde(default)]
+    answer: bool,
+}
+
+#[derive(Serialize)]
+struct Told<'a> {
+    state: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    status: Option<u16>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    headers: Vec<(&'a str, String)>,
+}
+
+pub(crate) fn route(idempotency: Idempotency, method: &str, pattern: &str) -> Route {
+    let status = Arc::new(Status { idempotency, method: method.to_ascii_uppercase(), pattern: pattern.to_owned() });
+    web::get().to(move |request: HttpRequest, wish: Query<Wish>| {
+        let status = Arc::clone(&status);
+        async move { status.answer(&request, wish.answer).await }
+    })
+}
+
+impl Status {
+    async fn answer(&self, request: &HttpRequest, wants_answer: bool) -> HttpResponse {
+        let (engine, policy) = match self.idempotency.resolve(request) {
+            Ok(found) => found,
+            Err(code) => return Refusal::new(code).error_response(),
+        };
+        match self.find(request, &engine, &policy, wants_answer).await {
+            Ok(response) => response,
+            Err(refusal) => refusal.under(&policy).error_response(),
+        }
+    }
+
+    async fn find(
+        &self,
+        request: &HttpRequest,
+        engine: &Arc<Engine>,
+        policy: &Policy,
+        wants_answer: bool,
+    ) -> Result<HttpResponse, Refusal> {
+        let key = IdempotencyKey::try_from(path_parameter(request, "key").unwrap_or_default())?;
+        let scope = Scope::elsewhere(request, policy, &self.method, &self.pattern)?;
+        for source in &policy.keys {
+            let id = scope.id(&source.tag(), &key);
+            let row = engine.look(&id, policy).await.map_err(|error| failed(&error))?;
+            match row {
+                Some(row) if row.expired => {}
+                Some(row) if row.state == "outstanding" => return Ok(outstanding(policy)),
+                Some(row) if row.state == "completed" => return completed(request, policy, row, wants_answer),
+                None if policy.is_atomic && runs(engine, policy, &id).await.map_err(|error| failed(&error))? => {
+                    return Ok(outstanding(policy));
+                }
+                // Released: nothing was done.
+                _ => {}
+            }
+        }
+        Err(Code::KeyUnknown.into())
+    }
+}
+
+/// Whether somebody runs the key without a row.
+async fn runs(engine: &Engine, policy: &Policy, id: &KeyId) -> Result<bool, Error> {
+    engine.is_locked(id, policy).await
+}
+
+fn outstanding(policy: &Policy) -> HttpResponse {
+    HttpResponse::Accepted()
+        .insert_header((header::RETRY_AFTER, policy.retry_after.as_secs().max(1).to_string()))
+        .insert_header((header::CACHE_CONTROL, "no-store"))
+        .json(Told { state: "outstanding", status: None, headers: Vec::new() })
+}
+
+fn completed(request: &HttpRequest, policy: &Policy, row: Row, wants_answer: bool) -> Result<HttpResponse, Refusal> {
+    if policy.may_replay.as_ref().is_some_and(|may| !(may.closure)(request)) {
+        return Err(Code::ReplayForbidden.into());
+    }
+    let Stored { snapshot, .. } = claim::restore(row).map_err(|error| failed(&error))?;
+    if wants_answer {
+        return Ok(snapshot.replay(policy));
+    }
+    let headers = snapshot.headers();
+    let headers = headers.map(|(name, value)| (name.as_str(), String::from_utf8_lossy(value.as_bytes()).into_owned()));
+    let told = Told { state: "completed", status: Some(snapshot.status().as_u16()), headers: headers.collect() };
+    Ok(HttpResponse::Ok().insert_header((header::CACHE_CONTROL, "no-store")).json(told))
+}
+
+fn failed(error: &Error) -> Refusal {
+    telemetry::store_failed("the status of a key could not be read", error);
+    Code::StoreUnavailable.into()
+}
