@@ -133,7 +133,7 @@ pub enum Part {
     Tenant,
     /// [`Policy::skip`].
     Skip,
-    /// [`Keep::When`](crate::Keep::When).
+    /// [`Keep::When`].
     Keep,
 }
 
@@ -360,7 +360,7 @@ impl Policy {
     ///
     /// # Panics
     ///
-    /// For an empty range, and beyond [`MAX_KEY_LENGTH`](crate::MAX_KEY_LENGTH).
+    /// For an empty range, and beyond [`MAX_KEY_LENGTH`].
     #[track_caller]
     #[must_use]
     pub fn key_length(self, bytes: RangeInclusive<usize>) -> Self {
@@ -789,7 +789,7 @@ impl Policy {
     }
 
     /// Keeps a response header out of the store, beside those that belong to one exchange (see
-    /// [`ResponseSnapshot`](crate::ResponseSnapshot)).
+    /// [`ResponseSnapshot`]).
     ///
     /// # Panics
     ///
