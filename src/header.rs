@@ -20,9 +20,10 @@ pub const IDEMPOTENCY_BODY_OMITTED: HeaderName = HeaderName::from_static("idempo
 /// [`Policy::tell_attempt`](crate::Policy::tell_attempt) asks for it: `1` for the first.
 pub const IDEMPOTENCY_ATTEMPT: HeaderName = HeaderName::from_static("idempotency-attempt");
 
-/// The response header that tells when the key of an answer expires, as an HTTP date, where
-/// [`Policy::tell_expiry`](crate::Policy::tell_expiry) asks for it.
-pub const IDEMPOTENCY_KEY_EXPIRES: HeaderName = HeaderName::from_static("idempotency-key-expires");
+/// The response header that tells in how many seconds the key of an answer expires, where
+/// [`Policy::tell_expiry`](crate::Policy::tell_expiry) asks for it. No date: only the clock of the
+/// database knows it.
+pub const IDEMPOTENCY_KEY_EXPIRES_IN: HeaderName = HeaderName::from_static("idempotency-key-expires-in");
 
 pub(crate) const TRUE: HeaderValue = HeaderValue::from_static("true");
 

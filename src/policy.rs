@@ -453,7 +453,7 @@ impl Policy {
     }
 
     /// Tells when the key of an answer that is kept expires:
-    /// [`Idempotency-Key-Expires`](crate::header::IDEMPOTENCY_KEY_EXPIRES).
+    /// [`Idempotency-Key-Expires-In`](crate::header::IDEMPOTENCY_KEY_EXPIRES_IN).
     #[must_use]
     pub fn tell_expiry(mut self) -> Self {
         self.tells_expiry = true;

@@ -2,16 +2,13 @@
 
 use std::{
     sync::Arc,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use actix_web::{
     HttpRequest, HttpResponse, ResponseError,
     body::{BoxBody, EitherBody, MessageBody},
-    http::{
-        StatusCode,
-        header::{HeaderMap, HttpDate, TryIntoHeaderValue},
-    },
+    http::{StatusCode, header::HeaderMap},
 };
 use tracing::Span;
 
@@ -21,7 +18,7 @@ use crate::{
     engine::Engine,
     error::Error,
     extract::{IdemKey, Slot, Used, Verdict},
-    header::{IDEMPOTENCY_ATTEMPT, IDEMPOTENCY_KEY_EXPIRES},
+    header::{IDEMPOTENCY_ATTEMPT, IDEMPOTENCY_KEY_EXPIRES_IN},
     lease::{Ended, Lease},
     policy::{OnCompleted, Policy, Return},
     refusal::{Code, Refusal},
@@ -326,11 +323,8 @@ impl Case {
         if self.policy.tells_attempt {
             headers.insert(IDEMPOTENCY_ATTEMPT, attempt.into());
         }
-        if let (true, Some(left)) = (self.policy.tells_expiry, expires_in)
-            && let Some(at) = SystemTime::now().checked_add(left)
-            && let Ok(at) = HttpDate::from(at).try_into_value()
-        {
-            headers.insert(IDEMPOTENCY_KEY_EXPIRES, at);
+        if let (true, Some(left)) = (self.policy.tells_expiry, expires_in) {
+            headers.insert(IDEMPOTENCY_KEY_EXPIRES_IN, left.as_secs().into());
         }
     }
 
