@@ -6,6 +6,8 @@
 //! [`migrations`]: crate::migrations
 //! [`refusal`]: crate::refusal
 //! [`telemetry`]: crate::telemetry
+//! [`transition`]: crate::transition
+//! [`version`]: crate::version
 //!
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs, missing_debug_implementations, unreachable_pub)]
