@@ -38,8 +38,13 @@ pub(crate) async fn keep_flushing(engine: Weak<Engine>, mut wishes: mpsc::Unboun
             granted.push(another);
         }
         let Some(engine) = engine.upgrade() else { return };
-        let flushed = async { Ok(server::flush(line.get(&engine.store).await?).await?) };
-        match in_time(DEFAULT_STORE_TIMEOUT, flushed).await {
+        let mut flushed = flush(&engine, &mut line).await;
+        if flushed.as_ref().is_err_and(Error::is_transient) {
+            // The connection may have died since it was last used.
+            line.hang_up();
+            flushed = flush(&engine, &mut line).await;
+        }
+        match flushed {
             // Whoever no longer waits does not mind.
             Ok(()) => granted.into_iter().for_each(|wish| {
                 let _ = wish.send(());
@@ -50,4 +55,9 @@ pub(crate) async fn keep_flushing(engine: Weak<Engine>, mut wishes: mpsc::Unboun
             }
         }
     }
+}
+
+async fn flush(engine: &Engine, line: &mut Line) -> Result<(), Error> {
+    let flushed = async { Ok(server::flush(line.get(&engine.store).await?).await?) };
+    in_time(DEFAULT_STORE_TIMEOUT, flushed).await
 }

@@ -425,3 +425,44 @@ async fn a_request_costs_one_flush_and_without_a_lease_one_row_version() {
         }
     }
 }
+
+/// One flush more for each: the claim is on disk before the handler goes on.
+#[actix_web::test]
+async fn a_durable_claim_and_a_handler_that_takes_the_key_wait_for_the_disk() {
+    const REQUESTS: i64 = 30;
+    let cluster = Cluster::start(&["autovacuum = off", "wal_writer_delay = 10s", "checkpoint_timeout = 1h"]);
+    async fn plain(_: IdemTx) -> HttpResponse {
+        HttpResponse::Ok().finish()
+    }
+    async fn with_key(_: IdemTx, key: IdemKey) -> HttpResponse {
+        HttpResponse::Ok().body(key.derive("charge"))
+    }
+    let leased = || Policy::new().anonymous();
+    for (policy, path, per_request) in
+        [(leased(), "/plain", 1), (leased().durable_claims(), "/plain", 2), (leased(), "/with-key", 2)]
+    {
+        let rig = Rig::builder()
+            .policy(policy)
+            .database(Db::on(&cluster.url()).await)
+            .serve(|config, idempotency, _| {
+                config.service(
+                    web::scope("")
+                        .wrap(idempotency.clone())
+                        .route("/plain", web::post().to(plain))
+                        .route("/with-key", web::post().to(with_key)),
+                );
+            })
+            .await;
+        let send = async |n: i64| assert_eq!(rig.post(path).key(&format!("k{n}")).answer().await.status, 200);
+        for n in 0..3 {
+            send(-n).await;
+        }
+        let before = counted(&rig.db).await;
+        for n in 1..=REQUESTS {
+            send(n).await;
+        }
+        let flushes = counted(&rig.db).await.flushes - before.flushes;
+        assert!(flushes >= REQUESTS * per_request, "{path}: {flushes} flushes for {REQUESTS} requests");
+        assert!(flushes < REQUESTS * per_request + REQUESTS / 2, "{path}: {flushes} flushes for {REQUESTS} requests");
+    }
+}

@@ -1,6 +1,6 @@
 //! IdemTx: the handler's rows and the stored answer commit together, or not at all.
 
-use std::time::Duration;
+use std::{num::NonZeroUsize, time::Duration};
 
 use actix_idempotency::{IdemKey, IdemTx, Isolation, Keep, OnOutstanding, PgPool, Policy};
 use actix_web::{
@@ -524,4 +524,25 @@ async fn waiting_for_another_process_is_not_a_busy_loop() {
     let (first, waiter) = (first.await.unwrap(), waiter.await.unwrap());
     first.assert_replayed_by(&waiter);
     assert_eq!(rig.db.all_effects().await, 1);
+}
+
+#[actix_web::test]
+async fn no_more_transactions_are_open_than_the_engine_allows() {
+    for policy in policies() {
+        let rig = Rig::builder()
+            .policy(policy.anonymous())
+            .serve(|config, idempotency, _| {
+                let two = NonZeroUsize::new(2).unwrap();
+                routes(config, &idempotency.clone().max_transactions(two));
+            })
+            .await;
+        let running: Vec<_> =
+            (0..4).map(|n| actix_web::rt::spawn(rig.post("/act?how=hold").key(&format!("k{n}")).answer())).collect();
+        rig.gate.entered(2).await;
+        assert!(rig.gate.nobody_enters(Duration::from_millis(500)).await);
+        rig.gate.open(4);
+        for answer in running {
+            assert_eq!(answer.await.unwrap().status, 201);
+        }
+    }
 }
