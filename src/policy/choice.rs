@@ -3,7 +3,7 @@
 use std::{num::NonZeroU32, time::Duration};
 
 #[cfg(doc)]
-use super::Policy;
+use super::{Keep, Policy};
 
 /// What a request gets whose key is outstanding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
