@@ -105,27 +105,29 @@ pub(crate) async fn pin(conn: &mut AsyncPgConnection, id: &[u8], owner: &[u8]) -
     Ok(!rows.is_empty())
 }
 
-/// Undoes `SET LOCAL ROLE` and `SET LOCAL search_path` of the handler's: the statements after it mean
-/// our table, and need our rights. They wait no longer than this for a row that somebody has locked.
-fn restoring(session: &Session, lock_timeout_ms: i64) -> String {
-    let path = if session.search_path.is_empty() { "''" } else { &session.search_path };
-    format!(
-        "SET LOCAL ROLE '{}'; SET LOCAL search_path TO {path}; SET LOCAL lock_timeout = {lock_timeout_ms}",
-        session.role.replace('\'', "''")
-    )
+statement! {
+    /// Whether role and search path are those that the transaction began with; and from now on nobody waits
+    /// longer than this for a row that somebody has locked.
+    struct Prepare { lock_timeout_ms: i64, role: str, search_path: str }
+    returns Bool;
+    [
+        "SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) IS NOT NULL \
+         AND current_setting('role') = ", (role: Text), " AND current_setting('search_path') = ", (search_path: Text)
+    ]
 }
 
-/// Sends two things in one round trip, the first one first.
-async fn after_restoring<T>(
-    conn: &AsyncPgConnection,
-    session: &Session,
-    lock_timeout_ms: i64,
-    statement: impl Future<Output = QueryResult<T>>,
-) -> QueryResult<T> {
-    let sql = restoring(session, lock_timeout_ms);
+/// Undoes `SET LOCAL ROLE` and `SET LOCAL search_path` of the handler's: the statements after it mean our
+/// table, and need our rights. Asked first, because to set them costs more than to ask.
+async fn prepare(conn: &AsyncPgConnection, session: &Session, lock_timeout_ms: i64) -> QueryResult<()> {
+    let Session { role, search_path, .. } = session;
     let mut line = conn;
-    let (restored, outcome) = futures_util::future::join(line.batch_execute(&sql), statement).await;
-    restored.and(outcome)
+    let as_begun: bool = Prepare { lock_timeout_ms: &lock_timeout_ms, role, search_path }.get_result(&mut line).await?;
+    if as_begun {
+        return Ok(());
+    }
+    let path = if search_path.is_empty() { "''" } else { search_path };
+    let role = role.replace('\'', "''");
+    line.batch_execute(&format!("SET LOCAL ROLE '{role}'; SET LOCAL search_path TO {path}")).await
 }
 
 statement! {
@@ -179,8 +181,8 @@ pub(crate) async fn complete_within(
     let omitted = answer.body.is_none();
     let statement = complete_statement(id, owner, mark, answer, &omitted);
     let mut line = conn;
-    let rows = after_restoring(conn, session, lock_timeout_ms, statement.execute(&mut line)).await?;
-    Ok(rows == 1)
+    prepare(conn, session, lock_timeout_ms).await?;
+    Ok(statement.execute(&mut line).await? == 1)
 }
 
 /// Completes in a transaction of the caller's own, whatever it has set there.
@@ -320,10 +322,8 @@ pub(crate) async fn finish(
         seen_state: &seen_state,
     };
     let mut line = conn;
-    let rows = if mark.is_empty() {
-        finish.execute(&mut line).await?
-    } else {
-        after_restoring(conn, session, new.lock_timeout_ms, finish.execute(&mut line)).await?
-    };
-    Ok(rows == 1)
+    if !mark.is_empty() {
+        prepare(conn, session, new.lock_timeout_ms).await?;
+    }
+    Ok(finish.execute(&mut line).await? == 1)
 }

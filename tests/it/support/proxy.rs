@@ -302,8 +302,9 @@ impl Line {
         if rule.leaves {
             self.shared.leave();
         }
-        self.cut();
+        // Whoever notices the cut finds that it has happened.
         rule.came.send_replace(true);
+        self.cut();
         Err(ErrorKind::ConnectionReset.into())
     }
 
