@@ -8,7 +8,7 @@ use actix_web::http::StatusCode;
 /// key for another attempt.
 ///
 /// A handler decides for its own answer through [`IdemKey`](crate::IdemKey). A panic, and a handler
-/// that was dropped or aborted, are never kept.
+/// that was dropped or aborted, leave no answer: [`OnFailure`](crate::OnFailure) says what becomes of their key.
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum Keep {
