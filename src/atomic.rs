@@ -116,7 +116,7 @@ async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<O
     let mut transaction = Transaction::begin(engine, policy).await?;
     let look = async { Ok(transactions::try_lock_and_look(transaction.conn_mut(), ask.id.lock(), &ask.id.0).await?) };
     let (locked, row) = in_time(policy.store_timeout, look).await?;
-    let seen = row.as_ref().map(|row| Seen { owner: row.owner.clone(), state: row.state.clone() });
+    let seen = row.as_ref().map(Seen::of);
     let counts = seen.is_none() && policy.quota != Quota::default();
     let told = match row.map(|row| told_by(row, ask, policy)).transpose()?.flatten() {
         None if locked && counts && is_full(&mut transaction, ask, policy).await? => Claim::QuotaExceeded,
@@ -134,7 +134,7 @@ async fn is_full(transaction: &mut Transaction, ask: &Ask, policy: &Policy) -> R
 }
 
 /// What a row says, if that is not to run the handler.
-fn told_by(row: Row, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
+pub(crate) fn told_by(row: Row, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
     match claim::decide(&row, &ask.fingerprint, &[], policy.on_completed) {
         Decision::TakeOver(_) | Decision::Mine => Ok(None),
         decision => claim::told(decision, row, ask, policy).map(Some),
@@ -142,7 +142,7 @@ fn told_by(row: Row, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error>
 }
 
 /// There is no lease that could end: whoever has the lock has it as long as the request runs.
-fn outstanding() -> Claim {
+pub(crate) fn outstanding() -> Claim {
     Claim::Outstanding { lease_left: Duration::MAX }
 }
 
@@ -156,8 +156,8 @@ impl Atomic {
                 let stored = self.policy.stored(snapshot);
                 let parts = Parts::of(&stored);
                 let answer = parts.answer(&stored);
-                let (conn, session) = (tx.conn(), tx.session());
-                Ok(transactions::finish(conn, session, &new, &answer, tx.mark(), self.seen.as_ref()).await?)
+                let marked = Some((tx.session(), tx.mark()));
+                Ok(transactions::finish(tx.conn(), &new, &answer, marked, self.seen.as_ref()).await?)
             })
             .await;
         match stored {
@@ -181,13 +181,12 @@ impl Atomic {
     /// Keeps an answer that nothing was written for, once the transaction is rolled back.
     pub(crate) async fn keep(&self, snapshot: &ResponseSnapshot) -> Ended {
         let write = async {
-            let mut conn = self.engine.store.connection().await?;
-            let session = self.engine.session(&mut conn).await?;
+            let conn = self.engine.store.connection().await?;
             let columns = Columns::of(&self.ask);
             let new = columns.new_claim(&self.ask, &self.owner, &self.seed, &self.policy);
             let parts = Parts::of(snapshot);
             let answer = parts.answer(snapshot);
-            let ours = transactions::finish(&conn, &session, &new, &answer, "", self.seen.as_ref()).await?;
+            let ours = transactions::finish(&conn, &new, &answer, None, self.seen.as_ref()).await?;
             conn.give_back();
             Ok(ours)
         };

@@ -53,6 +53,11 @@ impl Ask {
     pub(crate) fn new(found: Found, scope: Scope, fingerprint: Fingerprint) -> Self {
         Self { id: scope.id(&found.source, &found.key), key: found.key, scope, fingerprint }
     }
+
+    /// Of a plain function.
+    pub(crate) fn of_function(key: IdempotencyKey, scope: Scope, fingerprint: Fingerprint) -> Self {
+        Self { id: scope.id("", &key), key, scope, fingerprint }
+    }
 }
 
 /// What the store answers.
@@ -308,9 +313,8 @@ impl<'a> Attempt<'a> {
     }
 
     fn claimed(&self, lease: Lease) -> Claim {
-        let run_until = Instant::now() + self.policy.run_limit();
         self.engine.recent.remember(&self.ask.id);
-        self.engine.leases.hold(lease.id, lease.owner, self.policy.lease, Some(run_until));
+        lease.keep_renewing();
         self.engine.sweep(self.policy.retention);
         Claim::Fresh(lease)
     }

@@ -47,6 +47,18 @@ impl Recipe {
             digest.part(name.as_str());
         }
         digest.optional(key.map(Secret::id));
+        Self::from(digest)
+    }
+
+    fn of_value(key: Option<&Secret>) -> Self {
+        let mut digest = Digest::new("actix-idempotency recipe of a value 1");
+        digest.optional(key.map(Secret::id));
+        Self::from(digest)
+    }
+}
+
+impl From<Digest> for Recipe {
+    fn from(digest: Digest) -> Self {
         let mut recipe = [0; 8];
         recipe.copy_from_slice(&digest.finish()[..8]);
         Self(recipe)
@@ -68,11 +80,29 @@ impl Fingerprint {
         if let Some(body) = body {
             fields.add(&mut digest, request, body);
         }
-        let plain = digest.finish();
-        let Some((current, earlier)) = policy.fingerprint_keys.split_first() else {
-            return Self { digest: plain, recipe: Recipe::of(policy, fields, None), earlier: Vec::new() };
+        Self::keyed(digest.finish(), &policy.fingerprint_keys, |key| Recipe::of(policy, fields, key))
+    }
+
+    /// Of what a plain function is asked for, as JSON.
+    pub(crate) fn of_value(json: &[u8], policy: &Policy) -> Self {
+        let mut digest = Digest::new("actix-idempotency fingerprint of a value 1");
+        match Json::parse(json) {
+            Some(value) => value.digest(digest.part("json")),
+            None => drop(digest.part("bytes").part(json)),
+        }
+        Self::keyed(digest.finish(), &policy.fingerprint_keys, Recipe::of_value)
+    }
+
+    /// As a row has it.
+    pub(crate) fn stored(digest: [u8; 32], recipe: [u8; 8]) -> Self {
+        Self { digest, recipe: Recipe(recipe), earlier: Vec::new() }
+    }
+
+    fn keyed(plain: [u8; 32], keys: &[Secret], recipe: impl Fn(Option<&Secret>) -> Recipe) -> Self {
+        let Some((current, earlier)) = keys.split_first() else {
+            return Self { digest: plain, recipe: recipe(None), earlier: Vec::new() };
         };
-        let under = |key: &Secret| (key.sign(&plain), Recipe::of(policy, fields, Some(key)));
+        let under = |key: &Secret| (key.sign(&plain), recipe(Some(key)));
         let (digest, recipe) = under(current);
         Self { digest, recipe, earlier: earlier.iter().map(under).collect() }
     }

@@ -1,6 +1,6 @@
 //! A claim that is held, and how it ends.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, time::Instant};
 
 use actix_web::http::StatusCode;
 
@@ -64,6 +64,27 @@ impl Lease {
         }
     }
 
+    /// Of a row that was taken over already.
+    pub(crate) fn resumed(
+        ask: &Ask,
+        owner: Owner,
+        seed: [u8; 32],
+        attempt: i32,
+        engine: &Arc<Engine>,
+        policy: &Arc<Policy>,
+    ) -> Self {
+        let mut lease = Self::new(ask, owner, seed, engine, policy);
+        (lease.attempt, lease.is_durable, lease.ending) = (attempt, true, None);
+        lease.keep_renewing();
+        lease
+    }
+
+    /// From now on it is renewed, for as long as its handler may run.
+    pub(crate) fn keep_renewing(&self) {
+        let run_until = Instant::now() + self.policy.run_limit();
+        self.engine.leases.hold(self.id, self.owner, self.policy.lease, Some(run_until));
+    }
+
     /// Nothing was claimed.
     pub(crate) fn disarm(mut self) {
         self.ending = None;
@@ -75,8 +96,8 @@ impl Lease {
     }
 
     /// The handler is about to run: dropped from now on, the attempt has failed.
-    pub(crate) fn start(&mut self) {
-        self.ending = match self.policy.without_answer() {
+    pub(crate) fn start(&mut self, failed: Return) {
+        self.ending = match failed {
             Return::Release => Some(Ending::Release(None)),
             Return::HoldLease => None,
             Return::HoldRetention => Some(Ending::Hold),

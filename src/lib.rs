@@ -17,6 +17,7 @@ mod atomic;
 mod body;
 mod check;
 mod claim;
+pub mod completer;
 mod digest;
 mod document;
 pub mod drain;
@@ -36,6 +37,7 @@ mod key;
 mod lease;
 mod middleware;
 pub mod migrations;
+pub mod once;
 pub mod policy;
 pub mod pool;
 mod postgres;
@@ -54,15 +56,17 @@ pub mod transition;
 pub mod version;
 
 pub use crate::{
+    completer::{Completer, Completing},
     drain::Drain,
     duplicate::{DuplicateError, Duplicates, InsertError, InsertOrFetch, Inserted},
     error::{Error, ErrorKind},
-    extract::{IdemKey, IdemTx},
+    extract::{IdemKey, IdemTx, MAX_STEP_NAME, MAX_STEP_RESULT, StepError},
     guarded::{Decrement, GuardedError},
     isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
     middleware::{Idempotency, IdempotencyMiddleware},
+    once::{Once, OnceError, Outcome},
     policy::{OnCompleted, OnFailure, OnOutstanding, Part, Policy, Quota},
     pool::{PoolBuilder, pool},
     postgres::PgPool,

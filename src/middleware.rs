@@ -18,7 +18,7 @@ use actix_web::{
     web::{Bytes, Data},
 };
 use futures_util::{FutureExt, future::LocalBoxFuture};
-use tokio::time::{Instant as Clock, timeout, timeout_at};
+use tokio::time::timeout;
 use tracing::Instrument;
 
 use crate::{
@@ -26,13 +26,13 @@ use crate::{
     claim::{self, Ask, Claim},
     document,
     drain::Drain,
-    engine::{Engine, Seat},
+    engine::{Engine, Patience},
     error::{Error, ErrorKind},
     extract::{self, IdemKey, Slot},
     failpoint,
     fingerprint::Fingerprint,
     lease::Ended,
-    policy::{OnFailure, OnOutstanding, Policy},
+    policy::{OnFailure, Policy},
     postgres::PgPool,
     refusal::{self, Code, Refusal},
     scope::Scope,
@@ -253,6 +253,15 @@ impl Idempotency {
         Drain::new(self.engine.clone())
     }
 
+    /// `None` where it is in the app data.
+    pub(crate) fn engine(&self) -> Option<Arc<Engine>> {
+        self.engine.clone()
+    }
+
+    pub(crate) fn policy(&self) -> Option<Arc<Policy>> {
+        self.policy.clone()
+    }
+
     pub(crate) fn resolve(&self, request: &HttpRequest) -> Result<(Arc<Engine>, Arc<Policy>), Code> {
         if let (Some(engine), Some(policy)) = (&self.engine, &self.policy) {
             return Ok((Arc::clone(engine), Arc::clone(policy)));
@@ -416,14 +425,13 @@ where
 {
     /// Takes turns until there is an answer, or the wait for one is over.
     async fn answer(self: Rc<Self>, mut request: ServiceRequest) -> ActixResult<Response<B>> {
-        let Case { engine, policy, .. } = &self.case;
-        let give_up = Clock::now() + policy.patience();
-        let mut seat: Option<Seat> = None;
+        let Case { engine, policy, ask, .. } = &self.case;
+        let mut patience = Patience::new(policy);
         loop {
             if engine.tasks.len() >= policy.max_running {
                 return Ok(answered(request, self.case.refusal(Code::Busy.into())));
             }
-            let woken = seat.as_ref().map(Seat::woken);
+            patience.listen();
             let lease_left = match Rc::clone(&self).spawn(request).await? {
                 Turn::Answered(response) => return Ok(response),
                 Turn::Outstanding(back, lease_left) => {
@@ -431,27 +439,8 @@ where
                     lease_left
                 }
             };
-            let waits_on = match woken {
-                Some(woken) => timeout_at(give_up, woken).await.is_ok(),
-                // Once seated it misses no completion; so look again before the wait begins.
-                None => {
-                    seat = self.sit();
-                    seat.is_some()
-                }
-            };
-            if !waits_on {
+            if !patience.wait(engine, ask.id, policy).await {
                 return Ok(answered(request, self.case.outstanding(lease_left)));
-            }
-        }
-    }
-
-    fn sit(&self) -> Option<Seat> {
-        let Case { engine, policy, ask, .. } = &self.case;
-        match policy.on_outstanding {
-            OnOutstanding::Conflict => None,
-            OnOutstanding::Wait(_) => {
-                telemetry::event(Event::Waited, &ask.id);
-                engine.waiters.sit(ask.id, policy)
             }
         }
     }
@@ -478,7 +467,7 @@ where
         };
         let answer = match claim {
             Ok(Claim::Fresh(mut lease)) => {
-                lease.start();
+                lease.start(policy.without_answer());
                 let key = IdemKey::leased(ask, &lease, engine, policy);
                 let slot = Slot::lazy(engine, policy, Some(&lease));
                 return self.run(Hold::Lease(lease), key, slot, request).await.map(Turn::Answered);

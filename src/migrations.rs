@@ -6,8 +6,8 @@
 //! # Deployment caveat
 //!
 //! The role that runs the service needs no more than
-//! `GRANT SELECT, INSERT, UPDATE, DELETE ON idempotency_keys TO service`; migrations can run under
-//! another. Another schema is chosen by `search_path`, for example
+//! `GRANT SELECT, INSERT, UPDATE, DELETE ON idempotency_keys TO service`, and for steps
+//! `GRANT SELECT, INSERT, UPDATE ON idempotency_steps TO service`; migrations can run under another. Another schema is chosen by `search_path`, for example
 //! `ALTER ROLE service SET search_path = idempotency, public`.
 
 use diesel::{
@@ -28,8 +28,13 @@ use crate::{
 pub const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations");
 
 /// An index on the principal, for [`Policy::quota`](crate::Policy::quota): optional, because every
-/// claim pays for it. Run it by [`run_pending`], or copy `migrations-optional/` into yours.
-pub const PRINCIPAL_INDEX: EmbeddedMigrations = embed_migrations!("migrations-optional");
+/// claim pays for it. Run it by [`run_pending`], or copy it from `migrations-optional/` into yours.
+pub const PRINCIPAL_INDEX: EmbeddedMigrations = embed_migrations!("migrations-optional/principal");
+
+/// An index of the keys that are outstanding, for [`Completer`](crate::Completer): optional, because every
+/// completion pays for it (it is no heap-only update any more, and writes into every index). Run it by
+/// [`run_pending`], or copy it into yours.
+pub const OUTSTANDING_INDEX: EmbeddedMigrations = embed_migrations!("migrations-optional/outstanding");
 
 /// Brings the tables of this crate up to date. Any number of processes may do so at once: one
 /// migrates, and the others wait for it and find nothing left to do. Works under

@@ -21,12 +21,14 @@ const MAX_READABLE: usize = 255;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Domain {
     Http,
+    Once,
 }
 
 impl Domain {
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Http => "http",
+            Self::Once => "once",
         }
     }
 }
@@ -43,6 +45,47 @@ pub struct Scope {
 }
 
 impl Scope {
+    /// The keys of [`Once`](crate::Once) for one kind of work, of nobody in particular. Keys of requests never
+    /// meet those of plain functions, whatever they are called.
+    ///
+    /// ```
+    /// use actix_idempotency::Scope;
+    ///
+    /// let scope = Scope::once("monthly-invoice").for_tenant("acme").for_principal("alice");
+    /// assert_eq!(scope.resource(), "monthly-invoice");
+    /// ```
+    #[must_use]
+    pub fn once(resource: impl Into<String>) -> Self {
+        Self { domain: Domain::Once, tenant: None, principal: None, resource: resource.into() }
+    }
+
+    /// The keys of this tenant.
+    #[must_use]
+    pub fn for_tenant(self, tenant: impl Into<String>) -> Self {
+        Self { tenant: Some(tenant.into()), ..self }
+    }
+
+    /// The keys of this principal.
+    #[must_use]
+    pub fn for_principal(self, principal: impl Into<String>) -> Self {
+        Self { principal: Some(principal.into()), ..self }
+    }
+
+    /// Whatever it was made for: keys of plain functions meet no others.
+    pub(crate) fn of_functions(self) -> Self {
+        Self { domain: Domain::Once, ..self }
+    }
+
+    /// As the table shows it.
+    pub(crate) fn shown(
+        domain: Domain,
+        tenant: Option<String>,
+        principal: Option<String>,
+        resource: impl Into<String>,
+    ) -> Self {
+        Self { domain, tenant, principal, resource: resource.into() }
+    }
+
     pub(crate) fn http(tenant: Option<String>, principal: Option<String>, resource: String) -> Self {
         Self { domain: Domain::Http, tenant, principal, resource }
     }

@@ -141,9 +141,13 @@ struct Pace {
 
 impl Pace {
     fn next(&self) -> Duration {
-        let interval = *self.interval.lock().unwrap_or_else(PoisonError::into_inner);
-        interval.mul_f64(rand::rng().random_range(0.8..1.2))
+        jittered(*self.interval.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+/// Give or take a fifth.
+pub(crate) fn jittered(interval: Duration) -> Duration {
+    interval.mul_f64(rand::rng().random_range(0.8..1.2))
 }
 
 /// A sweeper at work. Dropping it stops it; a batch in flight is then rolled back or done, as it comes.

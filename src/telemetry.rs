@@ -26,6 +26,7 @@
 //! | `aborted` | warn | a handler ran longer than it may and was dropped |
 //! | `panicked` | error | a handler panicked |
 //! | `recipe-changed` | warn | an answer was replayed though its fingerprint can no longer be compared |
+//! | `given-up` | warn | the last attempt that a `Completer` makes at a key has failed |
 //! | `ended-late` | info | an answer was stored, or a key released, after the store had failed |
 //! | `completion-lost` | warn | an answer could not be stored: another attempt may run |
 //! | `atomic-without-tx` | warn | a success under `Policy::atomic()` whose handler never took `IdemTx` |
@@ -67,6 +68,7 @@ pub(crate) enum Event {
     CompletionLost,
     AtomicWithoutTx,
     RunAgain,
+    GivenUp,
 }
 
 /// Says what happened to a key.
@@ -93,6 +95,7 @@ pub(crate) fn event(event: Event, id: &KeyId) {
         Event::RecipeChanged => say!(warn, "recipe-changed"),
         Event::EndedLate => say!(info, "ended-late"),
         Event::CompletionLost => say!(warn, "completion-lost"),
+        Event::GivenUp => say!(warn, "given-up"),
         Event::RunAgain => say!(debug, "run-again"),
         Event::AtomicWithoutTx => say!(warn, "atomic-without-tx"),
     }

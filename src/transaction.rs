@@ -238,7 +238,8 @@ pub(crate) enum Commit {
     InDoubt(Code),
 }
 
-fn code_of(error: &Error) -> Code {
+/// What is told of a transaction that failed.
+pub(crate) fn code_of(error: &Error) -> Code {
     match error.kind() {
         ErrorKind::Serialization => Code::Serialization,
         ErrorKind::Constraint => Code::ConstraintViolated,

@@ -50,7 +50,7 @@ pub async fn prepare(url: &str) {
     conn.batch_execute(
         "DROP TABLE IF EXISTS bench_orders; CREATE TABLE bench_orders (id bigint GENERATED ALWAYS AS IDENTITY \
          PRIMARY KEY, customer text NOT NULL, product_id bigint NOT NULL, quantity integer NOT NULL); \
-         INSERT INTO bench_orders (customer, product_id, quantity) VALUES ('alice', 1, 2); TRUNCATE idempotency_keys",
+         INSERT INTO bench_orders (customer, product_id, quantity) VALUES ('alice', 1, 2); TRUNCATE idempotency_keys CASCADE",
     )
     .await
     .expect("the tables of the bench");

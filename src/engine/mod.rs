@@ -20,7 +20,7 @@ use std::{
 use tokio::sync::{OnceCell, mpsc};
 use tokio_util::task::TaskTracker;
 
-pub(crate) use self::waiters::Seat;
+pub(crate) use self::waiters::Patience;
 use self::{flush::Wish, leases::Leases, recent::Recent, store::Store, waiters::Waiters};
 use crate::{
     atomic::Running,

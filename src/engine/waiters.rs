@@ -9,7 +9,7 @@ use std::{
 
 use tokio::{
     sync::{Notify, futures::OwnedNotified},
-    time::sleep,
+    time::{Instant, sleep, timeout_at},
 };
 
 use super::{
@@ -18,10 +18,10 @@ use super::{
 };
 use crate::{
     error::Error,
-    policy::{DEFAULT_STORE_TIMEOUT, Policy},
+    policy::{DEFAULT_STORE_TIMEOUT, OnOutstanding, Policy},
     postgres::keys,
     scope::KeyId,
-    telemetry,
+    telemetry::{self, Event},
 };
 
 /// How often the keys of other processes are looked at: a tenth of a second, which a person does not
@@ -41,8 +41,42 @@ struct Waiting {
     lock: Option<i64>,
 }
 
+/// How one request waits, as long as its policy says: it looks, and while the key is outstanding it is
+/// woken to look again.
+pub(crate) struct Patience {
+    ends: Instant,
+    seat: Option<Seat>,
+    woken: Option<OwnedNotified>,
+}
+
+impl Patience {
+    pub(crate) fn new(policy: &Policy) -> Self {
+        Self { ends: Instant::now() + policy.patience(), seat: None, woken: None }
+    }
+
+    /// Before each look: what becomes of the key from now on is not missed.
+    pub(crate) fn listen(&mut self) {
+        self.woken = self.seat.as_ref().map(Seat::woken);
+    }
+
+    /// Ready when it is time to look again; `false` where the wait is over, or none is wanted.
+    pub(crate) async fn wait(&mut self, engine: &Engine, id: KeyId, policy: &Policy) -> bool {
+        match self.woken.take() {
+            Some(woken) => timeout_at(self.ends, woken).await.is_ok(),
+            // Once seated it misses no completion; so it looks again before the wait begins.
+            None => {
+                if let OnOutstanding::Wait(_) = policy.on_outstanding {
+                    telemetry::event(Event::Waited, &id);
+                    self.seat = engine.waiters.sit(id, policy);
+                }
+                self.seat.is_some()
+            }
+        }
+    }
+}
+
 /// One request's place among those that wait; dropped when it no longer does.
-pub(crate) struct Seat {
+struct Seat {
     waiters: Arc<Waiters>,
     id: KeyId,
     wake: Arc<Notify>,
@@ -50,14 +84,14 @@ pub(crate) struct Seat {
 
 impl Seat {
     /// Ready when the key has been completed or released after this call.
-    pub(crate) fn woken(&self) -> OwnedNotified {
+    fn woken(&self) -> OwnedNotified {
         Arc::clone(&self.wake).notified_owned()
     }
 }
 
 impl Waiters {
     /// `None` where the policy's seats are all taken.
-    pub(crate) fn sit(self: &Arc<Self>, id: KeyId, policy: &Policy) -> Option<Seat> {
+    fn sit(self: &Arc<Self>, id: KeyId, policy: &Policy) -> Option<Seat> {
         let mut waiting = self.waiting();
         let taken: usize = waiting.values().map(|waiting| waiting.seats).sum();
         if taken >= policy.max_waiting {

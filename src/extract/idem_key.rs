@@ -12,17 +12,18 @@ use actix_web::{FromRequest, HttpRequest, dev::Payload, http::StatusCode};
 use diesel_async::AsyncPgConnection;
 use futures_util::{FutureExt, future::LocalBoxFuture};
 
+use super::step::Steps;
 use crate::{
     claim::Ask,
     digest::Digest,
-    engine::Engine,
+    engine::{Engine, leases::Owner},
     error::{Error, ErrorKind},
     key::IdempotencyKey,
     lease::Lease,
     policy::{OnFailure, Policy, Return},
     postgres::transactions,
     refusal::{Code, Refusal},
-    scope::Scope,
+    scope::{KeyId, Scope},
     snapshot::ResponseSnapshot,
     telemetry,
     transaction::Parts,
@@ -65,14 +66,17 @@ struct Claimed {
 }
 
 /// What the claim of a lease adds.
-struct Held {
-    engine: Arc<Engine>,
-    policy: Arc<Policy>,
-    owner: [u8; 16],
-    seed: [u8; 32],
+pub(super) struct Held {
+    pub(super) engine: Arc<Engine>,
+    pub(super) policy: Arc<Policy>,
+    pub(super) id: KeyId,
+    pub(super) owner: Owner,
+    pub(super) seed: [u8; 32],
     /// Of the first attempt, however its digest was made.
     fingerprint: [u8; 32],
     is_durable: bool,
+    /// The names of the steps that this attempt has come to.
+    pub(super) steps: Steps,
 }
 
 /// What a handler says about its own answer.
@@ -99,10 +103,12 @@ impl IdemKey {
         let held = Held {
             engine: Arc::clone(engine),
             policy: Arc::clone(policy),
+            id: lease.id,
             owner: lease.owner,
             seed: lease.seed,
             fingerprint: lease.fingerprint,
             is_durable: lease.is_durable,
+            steps: Steps::default(),
         };
         Self::new(ask, lease.attempt.unsigned_abs(), Some(held))
     }
@@ -115,6 +121,10 @@ impl IdemKey {
     fn new(ask: &Ask, attempt: u32, held: Option<Held>) -> Self {
         let say = AtomicU8::new(Say::Nothing as u8);
         Self(Arc::new(Claimed { ask: ask.clone(), attempt, say, held, completed: Mutex::default() }))
+    }
+
+    pub(super) fn held(&self) -> Option<&Held> {
+        self.0.held.as_ref()
     }
 
     /// The key that the client sent.
@@ -261,17 +271,25 @@ impl IdemKey {
         self.0.say.store(say as u8, Ordering::Release);
     }
 
+    /// How the handler has said that the key is given back, if it has.
+    pub(crate) fn said_back(&self) -> Option<Return> {
+        let say = self.0.say.load(Ordering::Acquire);
+        if say == Say::Release as u8 {
+            Some(Return::Release)
+        } else {
+            (say == Say::Hold as u8).then_some(Return::HoldLease)
+        }
+    }
+
     /// What is done with an answer of this status: the handler's say, else the policy's.
     pub(crate) fn verdict(&self, status: StatusCode, policy: &Policy) -> Verdict {
         let say = self.0.say.load(Ordering::Acquire);
-        if say == Say::Keep as u8 {
+        if let Some(how) = self.said_back() {
+            Verdict::Back(how)
+        } else if say == Say::Keep as u8 {
             Verdict::Keep
         } else if say == Say::KeepWithoutBody as u8 {
             Verdict::KeepWithoutBody
-        } else if say == Say::Release as u8 {
-            Verdict::Back(Return::Release)
-        } else if say == Say::Hold as u8 {
-            Verdict::Back(Return::HoldLease)
         } else if policy.keeps(status) || policy.on_failure == OnFailure::Store {
             Verdict::Keep
         } else {

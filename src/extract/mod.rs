@@ -2,12 +2,17 @@
 
 mod idem_key;
 mod idem_tx;
+mod step;
 
 use actix_web::{HttpMessage, HttpRequest, dev::ServiceRequest};
 
 pub(crate) use self::idem_key::Verdict;
 pub(crate) use self::idem_tx::{Slot, Used};
-pub use self::{idem_key::IdemKey, idem_tx::IdemTx};
+pub use self::{
+    idem_key::IdemKey,
+    idem_tx::IdemTx,
+    step::{MAX_STEP_NAME, MAX_STEP_RESULT, StepError},
+};
 use crate::{
     refusal::{Code, Refusal},
     telemetry,

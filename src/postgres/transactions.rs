@@ -254,6 +254,12 @@ pub(crate) struct Seen {
     pub(crate) state: String,
 }
 
+impl Seen {
+    pub(crate) fn of(row: &Row) -> Self {
+        Self { owner: row.owner.clone(), state: row.state.clone() }
+    }
+}
+
 statement! {
     /// One row version, written once. Over a row that has expired or was released it replaces exactly
     /// the one that was seen; without one the second condition of DO UPDATE matches nothing.
@@ -287,14 +293,16 @@ statement! {
 }
 
 /// Whether the finished row is now there as ours; `false`: somebody was first, or the mark is gone.
+///
+/// `marked` where this is the transaction of a handler's `IdemTx`.
 pub(crate) async fn finish(
     conn: &AsyncPgConnection,
-    session: &Session,
     new: &NewClaim<'_>,
     answer: &Answer<'_>,
-    mark: &str,
+    marked: Option<(&Session, &str)>,
     seen: Option<&Seen>,
 ) -> QueryResult<bool> {
+    let mark = marked.map_or("", |(_, mark)| mark);
     let seen_owner = seen.map(|seen| &seen.owner[..]);
     let seen_state = seen.map(|seen| &seen.state[..]);
     let omitted = answer.body.is_none();
@@ -322,7 +330,7 @@ pub(crate) async fn finish(
         seen_state: &seen_state,
     };
     let mut line = conn;
-    if !mark.is_empty() {
+    if let Some((session, _)) = marked {
         prepare(conn, session, new.lock_timeout_ms).await?;
     }
     Ok(finish.execute(&mut line).await? == 1)

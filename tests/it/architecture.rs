@@ -15,6 +15,7 @@ const LAYERS: &[(u8, &[&str])] = &[
         &[
             "lib",
             "middleware",
+            "completer",
             "extract",
             "body",
             "settle",

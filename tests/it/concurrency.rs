@@ -114,7 +114,7 @@ impl AnotherSession {
     async fn inserts(rig: &Rig, state: &str) -> Self {
         let outstanding = "completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
                            snapshot_version = NULL, leased_until = now() + interval '1 minute'";
-        rig.db.run("CREATE TABLE copy AS TABLE idempotency_keys; TRUNCATE idempotency_keys").await;
+        rig.db.run("CREATE TABLE copy AS TABLE idempotency_keys; TRUNCATE idempotency_keys CASCADE").await;
         if state == "outstanding" {
             rig.db.run(&format!("UPDATE copy SET state = 'outstanding', {outstanding}")).await;
         }

@@ -21,7 +21,7 @@ use super::{
     PATIENCE,
     app::{self, Misbehaved},
     gate::Gate,
-    points, shop,
+    jobs, points, shop,
 };
 
 /// How a server process is set up; everything goes through its environment.
@@ -186,6 +186,7 @@ fn serve_if_asked() {
                 .app_data(Data::new(pool.clone()))
                 .app_data(Data::new(gate.clone()))
                 .app_data(Data::new(misbehaved.clone()))
+                .configure(|config| jobs::routes(config, &idempotency, &policy))
                 .configure(|config| shop::routes(config, &idempotency, &policy))
                 .configure(|config| app::routes(config, &idempotency))
         })

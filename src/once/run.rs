@@ -1,0 +1,237 @@
+//! One run, from the claim to the stored result, in a task of its own.
+
+use std::{
+    panic::AssertUnwindSafe,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use actix_web::http::StatusCode;
+use futures_util::FutureExt;
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::time::timeout;
+use tracing::{Instrument, Span};
+
+use super::{OnceError, Outcome};
+use crate::{
+    claim::{self, Ask, Claim},
+    engine::Engine,
+    extract::{IdemKey, Verdict},
+    failpoint,
+    lease::{Ended, Lease},
+    policy::{Policy, Return},
+    refusal::Code,
+    snapshot::ResponseSnapshot,
+    telemetry::{self, Event},
+};
+
+/// Work that is to run under a key.
+#[derive(Clone)]
+pub(crate) struct Run {
+    engine: Arc<Engine>,
+    policy: Arc<Policy>,
+    ask: Ask,
+    span: Span,
+    began: Instant,
+}
+
+/// What came of one look at the key.
+pub(super) enum Turn<T, F> {
+    Done(Outcome<T>),
+    Outstanding(F, Duration),
+}
+
+impl Run {
+    pub(crate) fn new(engine: &Arc<Engine>, policy: &Arc<Policy>, ask: Ask) -> Self {
+        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint);
+        Self { engine: Arc::clone(engine), policy: Arc::clone(policy), ask, span, began: Instant::now() }
+    }
+
+    pub(super) fn ask(&self) -> &Ask {
+        &self.ask
+    }
+
+    /// From the claim on in a task of its own: whoever waits for it may go.
+    pub(super) async fn spawn<T, E, F, Fut>(&self, work: F) -> Result<Turn<T, F>, OnceError<E>>
+    where
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Send + 'static,
+        F: FnOnce(IdemKey) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+    {
+        let (run, span) = (self.clone(), self.span.clone());
+        let turn = self.engine.tasks.track_future(async move { run.turn(work).await }.instrument(span));
+        // Without it the runtime is going down.
+        tokio::spawn(turn).await.unwrap_or(Err(Code::OutcomeUnknown.into()))
+    }
+
+    async fn turn<T, E, F, Fut>(&self, work: F) -> Result<Turn<T, F>, OnceError<E>>
+    where
+        T: Serialize + DeserializeOwned,
+        F: FnOnce(IdemKey) -> Fut,
+        Fut: Future<Output = Result<T, E>>,
+    {
+        failpoint::reach("before-claim");
+        let outcome = match claim::claim(&self.engine, &self.ask, &self.policy).await {
+            Ok(Claim::Fresh(lease)) => {
+                let failed = self.policy.without_answer();
+                match self.under(lease, failed, work, json_of).await {
+                    Ok(Some(value)) => Ok(Outcome::Ran(value)),
+                    Ok(None) => self.overtaken().await,
+                    Err(error) => Err(error),
+                }
+            }
+            Ok(Claim::Outstanding { lease_left }) => return Ok(Turn::Outstanding(work, lease_left)),
+            Ok(claim) => self.answered(claim),
+            Err(error) => {
+                telemetry::store_failed("work could not be claimed", &error);
+                Err(OnceError::Store(error))
+            }
+        };
+        self.report(&outcome);
+        outcome.map(Turn::Done)
+    }
+
+    /// The work, and what becomes of its result. `None`: somebody else has the key by now.
+    pub(crate) async fn under<T, E, Fut>(
+        &self,
+        mut lease: Lease,
+        failed: Return,
+        work: impl FnOnce(IdemKey) -> Fut,
+        snapshot: impl FnOnce(&T) -> ResponseSnapshot,
+    ) -> Result<Option<T>, OnceError<E>>
+    where
+        Fut: Future<Output = Result<T, E>>,
+    {
+        lease.start(failed);
+        let key = IdemKey::leased(&self.ask, &lease, &self.engine, &self.policy);
+        self.span.record("attempt", key.attempt());
+        failpoint::reach("after-claim");
+        let working = AssertUnwindSafe(async { work(key.clone()).await }).catch_unwind();
+        let (event, code) = match timeout(self.policy.run_limit(), working).await {
+            Ok(Ok(Ok(value))) => return self.keep(lease, &key, value, snapshot).await,
+            Ok(Ok(Err(error))) => {
+                self.give_back(lease, &key, key.said_back().unwrap_or(failed)).await;
+                return Err(OnceError::Failed(error));
+            }
+            Ok(Err(_panic)) => (Event::Panicked, Code::HandlerPanicked),
+            Err(_elapsed) => (Event::Aborted, Code::OutcomeUnknown),
+        };
+        telemetry::event(event, &self.ask.id);
+        self.give_back(lease, &key, failed).await;
+        Err(code.into())
+    }
+
+    async fn keep<T, E>(
+        &self,
+        lease: Lease,
+        key: &IdemKey,
+        value: T,
+        snapshot: impl FnOnce(&T) -> ResponseSnapshot,
+    ) -> Result<Option<T>, OnceError<E>> {
+        if key.completed().is_some() {
+            return self.confirm(lease).await.map(|ours| ours.then_some(value));
+        }
+        let ended = match key.verdict(StatusCode::OK, &self.policy) {
+            Verdict::Keep => lease.complete(self.policy.stored(snapshot(&value).fit_for(&self.policy))).await,
+            Verdict::KeepWithoutBody => lease.complete(snapshot(&value).without_body()).await,
+            Verdict::Back(how) => lease.give_back(StatusCode::OK, how).await,
+        };
+        Ok((ended != Ended::Lost).then_some(value))
+    }
+
+    /// Of work that has stored its result in a transaction of its own: whether that was committed.
+    async fn confirm<E>(&self, lease: Lease) -> Result<bool, OnceError<E>> {
+        match self.engine.look(&self.ask.id, &self.policy).await {
+            Ok(Some(row)) if row.owner == lease.owner && row.state == "completed" => {
+                lease.confirm();
+                Ok(true)
+            }
+            Ok(Some(row)) if row.owner == lease.owner => {
+                telemetry::misconfigured("work has succeeded, and the transaction of its complete_in was rolled back");
+                let code = Code::TransactionMisused;
+                lease.give_back(code.status(), self.policy.without_answer()).await;
+                Err(code.into())
+            }
+            Ok(_) => {
+                lease.confirm();
+                Ok(false)
+            }
+            Err(error) => {
+                telemetry::store_failed("whether the transaction of some work was committed cannot be told", &error);
+                lease.abandon();
+                Err(Code::OutcomeUnknown.into())
+            }
+        }
+    }
+
+    /// After an error; unless it has stored its result before that.
+    async fn give_back(&self, lease: Lease, key: &IdemKey, how: Return) {
+        if key.completed().is_some() && self.is_completed_by(&lease).await {
+            return lease.confirm();
+        }
+        lease.give_back(StatusCode::INTERNAL_SERVER_ERROR, how).await;
+    }
+
+    async fn is_completed_by(&self, lease: &Lease) -> bool {
+        let row = self.engine.look(&self.ask.id, &self.policy).await;
+        row.is_ok_and(|row| row.is_some_and(|row| row.owner == lease.owner && row.state == "completed"))
+    }
+
+    /// Somebody else has the key: what they stored is the result.
+    async fn overtaken<T: DeserializeOwned, E>(&self) -> Result<Outcome<T>, OnceError<E>> {
+        telemetry::event(Event::LeaseLost, &self.ask.id);
+        match claim::look_again(&self.engine, &self.ask, &self.policy).await {
+            Ok(Some(claim)) => self.answered(claim),
+            Ok(None) => Err(Code::LeaseLost.into()),
+            Err(error) => {
+                telemetry::store_failed("an attempt was overtaken, and by what is unknown", &error);
+                Err(Code::OutcomeUnknown.into())
+            }
+        }
+    }
+
+    /// What somebody is told who is not to run.
+    pub(super) fn answered<T: DeserializeOwned, E>(&self, claim: Claim) -> Result<Outcome<T>, OnceError<E>> {
+        let (event, code) = match claim {
+            Claim::Replay(stored) => {
+                telemetry::event(Event::Replayed, &self.ask.id);
+                let json = stored.snapshot.body().ok_or(OnceError::Omitted)?;
+                return serde_json::from_slice(json).map(Outcome::Replayed).map_err(OnceError::Shape);
+            }
+            Claim::Outstanding { lease_left } => {
+                telemetry::event(Event::Outstanding, &self.ask.id);
+                return Ok(Outcome::Outstanding(self.policy.retry_after.min(lease_left)));
+            }
+            Claim::KeyReused => (Some(Event::KeyReused), Code::KeyReused),
+            Claim::AlreadyCompleted => (None, Code::AlreadyCompleted),
+            Claim::NewerVersion => (None, Code::NewerVersion),
+            Claim::Draining => (None, Code::ShuttingDown),
+            // Settings that lead here are refused when they are made.
+            Claim::QuotaExceeded => (None, Code::QuotaExceeded),
+            Claim::Fresh(_) | Claim::Atomic(..) => (None, Code::Misconfigured),
+        };
+        event.into_iter().for_each(|event| telemetry::event(event, &self.ask.id));
+        telemetry::rejected(code.as_str());
+        Err(code.into())
+    }
+
+    pub(crate) fn report<T, E>(&self, outcome: &Result<Outcome<T>, OnceError<E>>) {
+        let outcome = match outcome {
+            Ok(Outcome::Ran(_)) => "fresh",
+            Ok(Outcome::Replayed(_)) => "replayed",
+            Ok(Outcome::Outstanding(_)) => "outstanding",
+            Err(OnceError::Failed(_)) => "released",
+            Err(error) => error.code().as_str(),
+        };
+        telemetry::outcome(&self.span, outcome, self.began);
+    }
+}
+
+/// What is stored of a result. One that is no JSON was made all the same, and must not be made again.
+pub(crate) fn json_of<T: Serialize>(value: &T) -> ResponseSnapshot {
+    ResponseSnapshot::json(StatusCode::OK, value).unwrap_or_else(|_| {
+        telemetry::advise("a result cannot be written as JSON: that the work is done is kept, its result is not");
+        ResponseSnapshot::new(StatusCode::OK).without_body()
+    })
+}
