@@ -1,6 +1,8 @@
+//! [`Completer`]: crate::Completer
 //! [`Drain`]: crate::Drain
 //! [`IdemKey`]: crate::IdemKey
 //! [`IdemTx`]: crate::IdemTx
+//! [`Once`]: crate::Once
 //! [`Policy`]: crate::Policy
 //! [`Sweeper`]: crate::Sweeper
 //! [`migrations`]: crate::migrations

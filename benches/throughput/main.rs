@@ -10,6 +10,7 @@
 mod by_hand;
 mod client;
 mod cpu;
+mod once;
 mod server;
 
 use std::{
@@ -54,6 +55,8 @@ const ROWS: &[Row] = &[
     Row { name: "atomic by hand", path: "/bare/atomic-by-hand", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
     Row { name: "IdemTx, atomic", path: "/atomic/order-idemtx", method: "POST", keys: Keys::Fresh, against: Some("atomic by hand") },
     Row { name: "IdemTx, atomic: against unprotected", path: "/atomic/order-idemtx", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
+    Row { name: "Once::run", path: "/bare/once", method: "POST", keys: Keys::Fresh, against: Some("order, bare") },
+    Row { name: "Once::run_in", path: "/bare/once-in-tx", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
     Row { name: "IdemTx, atomic: driven by each worker", path: "/workers/order-idemtx", method: "POST", keys: Keys::Fresh, against: Some("IdemTx, atomic") },
 ];
 

@@ -6,7 +6,7 @@ use std::{
     process::Child,
 };
 
-use actix_idempotency::{IdemTx, Idempotency, PgPool, Policy, migrations, pool};
+use actix_idempotency::{IdemTx, Idempotency, Once, PgPool, Policy, migrations, pool};
 use actix_web::{
     App, HttpResponse, HttpServer, Result,
     error::ErrorInternalServerError,
@@ -19,7 +19,7 @@ use diesel_async::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::by_hand;
+use crate::{by_hand, once};
 
 diesel::table! {
     bench_orders (id) {
@@ -36,7 +36,7 @@ pub struct NewOrder {
     quantity: i32,
 }
 
-#[derive(Serialize, Queryable, Selectable)]
+#[derive(Serialize, Deserialize, Queryable, Selectable)]
 #[diesel(table_name = bench_orders)]
 pub struct Order {
     id: i64,
@@ -136,6 +136,7 @@ pub fn serve(url: &str) {
         let server = HttpServer::new(move || {
             App::new()
                 .app_data(Data::new(pool.clone()))
+                .app_data(Data::new(Once::of(&engine)))
                 .service(
                     web::scope("/bare")
                         .route("/hello", web::get().to(hello))
@@ -144,7 +145,8 @@ pub fn serve(url: &str) {
                         .route("/order-tx", web::post().to(order_tx))
                         .route("/order-by-hand", web::post().to(by_hand::order))
                         .route("/default-by-hand", web::post().to(by_hand::default))
-                        .route("/atomic-by-hand", web::post().to(by_hand::atomic)),
+                        .route("/atomic-by-hand", web::post().to(by_hand::atomic))
+                        .configure(once::routes),
                 )
                 .service(
                     web::scope("/wrapped")

@@ -144,7 +144,6 @@ async fn of_any_number_of_calls_at_once_one_runs_and_nobody_fails() {
     for round in 0..5 {
         let (key, gate) = (format!("race-{round}"), Gate::new());
         let calls = (0..40).map(|call| held(if call % 2 == 0 { &desk.once } else { &other }, &desk.pool, &key, &gate));
-        let calls: Vec<_> = calls.map(|call| async { call.await }).collect();
         let (answers, ()) = futures_util::join!(join_all(calls), async {
             gate.entered(1).await;
             gate.open(1);
