@@ -29,7 +29,12 @@ use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
     claim::Ask,
-    engine::{Engine, ending::millis, leases::Owner, store::in_time},
+    engine::{
+        Engine,
+        ending::millis,
+        leases::Owner,
+        store::{Checkout, in_time},
+    },
     error::Error,
     extract::IdemKey,
     fingerprint::{Fingerprint, RECIPE_VERSION},
@@ -241,14 +246,9 @@ impl Completer {
 
     async fn take(&self, owner: &Owner) -> Result<Vec<Lapsed>, Error> {
         let mut conn = self.engine.store.connection().await?;
-        let stretch = if lapsed::is_indexed(&mut conn).await? {
-            Stretch::whole()
-        } else {
-            let after = self.walked_to.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            let end = lapsed::end(&mut conn, &after, STRETCH.into()).await?;
-            // At the end of the table the next round begins anew.
-            *self.walked_to.lock().unwrap_or_else(PoisonError::into_inner) = end.clone().unwrap_or_default();
-            Stretch { after, to: end.unwrap_or_default() }
+        let stretch = match lapsed::is_indexed(&mut conn).await? {
+            true => Stretch::whole(),
+            false => self.stretch(&mut conn).await?,
         };
         let wanted = Wanted {
             domain: self.domain.as_str(),
@@ -262,7 +262,21 @@ impl Completer {
         };
         let taken = lapsed::take(&mut conn, &wanted, &stretch).await?;
         conn.give_back();
+        // A full batch may have left some of this stretch.
+        if taken.len() < self.batch.get() as usize {
+            *self.walked_to.lock().unwrap_or_else(PoisonError::into_inner) = stretch.to;
+        }
         Ok(taken)
+    }
+
+    /// The next one; behind the last key comes the first.
+    async fn stretch(&self, conn: &mut Checkout) -> Result<Stretch, Error> {
+        let after = self.walked_to.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(to) = lapsed::end(conn, &after, STRETCH.into()).await? {
+            return Ok(Stretch { after, to });
+        }
+        let to = lapsed::end(conn, &[], STRETCH.into()).await?.unwrap_or_default();
+        Ok(Stretch { after: Vec::new(), to })
     }
 
     /// `None` where the row was not written by this crate.

@@ -271,30 +271,29 @@ impl IdemKey {
         self.0.say.store(say as u8, Ordering::Release);
     }
 
-    /// How the handler has said that the key is given back, if it has.
-    pub(crate) fn said_back(&self) -> Option<Return> {
+    /// What the handler has said of its own answer, if anything.
+    pub(crate) fn said(&self) -> Option<Verdict> {
         let say = self.0.say.load(Ordering::Acquire);
-        if say == Say::Release as u8 {
-            Some(Return::Release)
+        if say == Say::Keep as u8 {
+            Some(Verdict::Keep)
+        } else if say == Say::KeepWithoutBody as u8 {
+            Some(Verdict::KeepWithoutBody)
+        } else if say == Say::Release as u8 {
+            Some(Verdict::Back(Return::Release))
         } else {
-            (say == Say::Hold as u8).then_some(Return::HoldLease)
+            (say == Say::Hold as u8).then_some(Verdict::Back(Return::HoldLease))
         }
     }
 
     /// What is done with an answer of this status: the handler's say, else the policy's.
     pub(crate) fn verdict(&self, status: StatusCode, policy: &Policy) -> Verdict {
-        let say = self.0.say.load(Ordering::Acquire);
-        if let Some(how) = self.said_back() {
-            Verdict::Back(how)
-        } else if say == Say::Keep as u8 {
-            Verdict::Keep
-        } else if say == Say::KeepWithoutBody as u8 {
-            Verdict::KeepWithoutBody
-        } else if policy.keeps(status) || policy.on_failure == OnFailure::Store {
-            Verdict::Keep
-        } else {
-            Verdict::Back(policy.without_answer())
-        }
+        self.said().unwrap_or_else(|| {
+            if policy.keeps(status) || policy.on_failure == OnFailure::Store {
+                Verdict::Keep
+            } else {
+                Verdict::Back(policy.without_answer())
+            }
+        })
     }
 }
 

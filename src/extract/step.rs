@@ -33,12 +33,29 @@ const TRIES: u32 = 3;
 pub(super) struct Steps(Mutex<HashSet<String>>);
 
 impl Steps {
-    fn enter(&self, name: &str) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned())
+    /// `None` where this attempt has come to it before.
+    fn enter<'a>(&'a self, name: &'a str) -> Option<Entered<'a>> {
+        let is_new = self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned());
+        is_new.then_some(Entered { steps: self, name, done: false })
     }
 
     fn leave(&self, name: &str) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
+    }
+}
+
+/// A step on its way. Dropped before it is done, it may be tried again.
+struct Entered<'a> {
+    steps: &'a Steps,
+    name: &'a str,
+    done: bool,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if !self.done {
+            self.steps.leave(self.name);
+        }
     }
 }
 
@@ -90,24 +107,18 @@ impl IdemKey {
         if name.is_empty() || name.len() > MAX_STEP_NAME || name.chars().any(char::is_control) {
             return Err(StepError::Name);
         }
-        if !held.steps.enter(name) {
-            return Err(StepError::Repeated);
-        }
+        let mut entered = held.steps.enter(name).ok_or(StepError::Repeated)?;
         // The first attempt finds none: the seed is its own.
         if self.attempt() > 1
             && let Some(stored) = held.find(name).await.map_err(StepError::Store)?
         {
+            entered.done = true;
             let result = stored.ok_or(StepError::Omitted)?;
-            return serde_json::from_slice(&result).map_err(StepError::Shape);
+            return serde_json::from_slice(&result).map_err(|_| StepError::Shape);
         }
         failpoint::reach("before-step");
-        let value = match work().await {
-            Ok(value) => value,
-            Err(error) => {
-                held.steps.leave(name);
-                return Err(StepError::Failed(error));
-            }
-        };
+        let value = work().await.map_err(StepError::Failed)?;
+        entered.done = true;
         failpoint::reach("after-step");
         let result = fit_to_keep(&value);
         let stored = held.store(name, result.as_deref()).await.map_err(StepError::Store)?;
@@ -189,9 +200,9 @@ pub enum StepError<E> {
     Repeated,
     /// An earlier attempt has done it, and its result was too large to keep.
     Omitted,
-    /// An earlier attempt has done it, and its result is of another shape: an older version of the program wrote
-    /// it.
-    Shape(serde_json::Error),
+    /// An earlier attempt has done it, and its result is of another shape: another version of the program wrote
+    /// it. What is stored stays; it is not shown here.
+    Shape,
     /// The store failed. Where that was after the step, it is done and its result may not be stored.
     Store(Error),
 }
@@ -212,7 +223,7 @@ impl<E> StepError<E> {
             Self::Name => "a step has a name of 1 to 255 bytes without control characters",
             Self::Repeated => "this attempt has come to a step of that name before",
             Self::Omitted => "the step was done, and its result was too large to keep",
-            Self::Shape(_) => "the step was done, and its result is of another shape",
+            Self::Shape => "the step was done, and its result is of another shape",
             Self::Store(_) => "the store failed before or after a step",
         }
     }
@@ -228,7 +239,6 @@ impl<E: std::error::Error + 'static> std::error::Error for StepError<E> {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Failed(error) => Some(error),
-            Self::Shape(error) => Some(error),
             Self::Store(error) => Some(error),
             _ => None,
         }

@@ -15,6 +15,7 @@ use crate::{
     engine::{Engine, Patience},
     extract::IdemKey,
     fingerprint::Fingerprint,
+    keep::Keep,
     key::IdempotencyKey,
     middleware::Idempotency,
     policy::{OnFailure, Policy, Quota},
@@ -124,7 +125,9 @@ impl Once {
     }
 
     fn on(engine: Arc<Engine>, policy: Policy) -> Self {
-        Self { engine, policy: Arc::new(policy.durable_claims()) }
+        // Of what only an answer has, nothing applies to a result.
+        let policy = Policy { keep: Keep::Success, redact: None, ..policy.durable_claims() };
+        Self { engine, policy: Arc::new(policy) }
     }
 
     /// Runs `work`, unless it was done under this key: then its stored result comes back.

@@ -55,8 +55,9 @@ pub enum OnceError<E> {
     Refused(Code),
     /// It was done, and its result was too large to keep, or said to be kept without its body.
     Omitted,
-    /// It was done, and its result is of another shape: an older version of the program wrote it.
-    Shape(serde_json::Error),
+    /// It was done, and its result is of another shape: another version of the program wrote it. What is stored
+    /// stays; it is not shown here.
+    Shape,
     /// The store failed before the work ran.
     Store(Error),
 }
@@ -78,7 +79,7 @@ impl<E> OnceError<E> {
             Self::Input(_) => "the input cannot be written as JSON",
             Self::Refused(code) => code.as_str(),
             Self::Omitted => "it was done, and its result was not kept",
-            Self::Shape(_) => "it was done, and its result is of another shape",
+            Self::Shape => "it was done, and its result is of another shape",
             Self::Store(_) => "the store failed, and nothing was run",
         }
     }
@@ -101,9 +102,9 @@ impl<E: std::error::Error + 'static> std::error::Error for OnceError<E> {
         match self {
             Self::Failed(error) => Some(error),
             Self::InvalidKey(error) => Some(error),
-            Self::Input(error) | Self::Shape(error) => Some(error),
+            Self::Input(error) => Some(error),
             Self::Store(error) => Some(error),
-            Self::Refused(_) | Self::Omitted => None,
+            Self::Refused(_) | Self::Omitted | Self::Shape => None,
         }
     }
 }
@@ -112,7 +113,7 @@ impl<E: Into<ActixError>> From<OnceError<E>> for ActixError {
     fn from(error: OnceError<E>) -> Self {
         match &error {
             OnceError::Store(cause) => telemetry::store_failed(error.words(), cause),
-            OnceError::Input(_) | OnceError::Omitted | OnceError::Shape(_) => telemetry::misconfigured(error.words()),
+            OnceError::Input(_) | OnceError::Omitted | OnceError::Shape => telemetry::misconfigured(error.words()),
             _ => {}
         }
         match error {

@@ -61,7 +61,8 @@ impl Run {
     {
         let (run, span) = (self.clone(), self.span.clone());
         let turn = self.engine.tasks.track_future(async move { run.turn(work).await }.instrument(span));
-        // Without it the runtime is going down.
+        let turn = failpoint::cuttable(self.ask.key.as_str(), turn);
+        // Where it is gone, the runtime is going down.
         tokio::spawn(turn).await.unwrap_or(Err(Code::OutcomeUnknown.into()))
     }
 
@@ -111,7 +112,11 @@ impl Run {
         let (event, code) = match timeout(self.policy.run_limit(), working).await {
             Ok(Ok(Ok(value))) => return self.keep(lease, &key, value, snapshot).await,
             Ok(Ok(Err(error))) => {
-                self.give_back(lease, &key, key.said_back().unwrap_or(failed)).await;
+                let how = match key.said() {
+                    Some(Verdict::Back(how)) => how,
+                    _ => failed,
+                };
+                self.give_back(lease, &key, how).await;
                 return Err(OnceError::Failed(error));
             }
             Ok(Err(_panic)) => (Event::Panicked, Code::HandlerPanicked),
@@ -132,7 +137,7 @@ impl Run {
         if key.completed().is_some() {
             return self.confirm(lease).await.map(|ours| ours.then_some(value));
         }
-        let ended = match key.verdict(StatusCode::OK, &self.policy) {
+        let ended = match key.said().unwrap_or(Verdict::Keep) {
             Verdict::Keep => lease.complete(self.policy.stored(snapshot(&value).fit_for(&self.policy))).await,
             Verdict::KeepWithoutBody => lease.complete(snapshot(&value).without_body()).await,
             Verdict::Back(how) => lease.give_back(StatusCode::OK, how).await,
@@ -197,7 +202,7 @@ impl Run {
             Claim::Replay(stored) => {
                 telemetry::event(Event::Replayed, &self.ask.id);
                 let json = stored.snapshot.body().ok_or(OnceError::Omitted)?;
-                return serde_json::from_slice(json).map(Outcome::Replayed).map_err(OnceError::Shape);
+                return serde_json::from_slice(json).map(Outcome::Replayed).map_err(|_| OnceError::Shape);
             }
             Claim::Outstanding { lease_left } => {
                 telemetry::event(Event::Outstanding, &self.ask.id);

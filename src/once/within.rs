@@ -1,7 +1,6 @@
 //! The same in a transaction of the caller's: the work's writes and its result commit together, with whatever
 //! else the caller writes.
 
-use diesel::result::Error as QueryError;
 use diesel_async::AsyncPgConnection;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -74,9 +73,9 @@ impl Once {
         let run = Run::new(&self.engine, &self.policy, self.ask(scope, key, input)?);
         savepoint::begin(conn).await.map_err(store)?;
         let outcome = match self.within(conn, run.ask(), work).await {
-            Ok(Within::Finished(value)) => match savepoint::end(conn, Ok::<_, QueryError>(value)).await {
-                Ok(value) => Ok(Outcome::Ran(value)),
-                Err(error) => Err(not_committed(error.into())),
+            Ok(Within::Finished(value)) => match savepoint::commit(conn).await {
+                Ok(()) => Ok(Outcome::Ran(value)),
+                Err(error) => Err(not_committed(&error.into())),
             },
             Ok(Within::Told(claim)) => {
                 savepoint::roll_back(conn).await.map_err(store)?;
@@ -147,16 +146,16 @@ enum Within<T> {
     Lost,
 }
 
-fn store<E>(error: QueryError) -> OnceError<E> {
-    match Error::from(error) {
+fn store<E>(error: impl Into<Error>) -> OnceError<E> {
+    match error.into() {
         error if error.kind() == ErrorKind::Serialization => Code::Serialization.into(),
         error => OnceError::Store(error),
     }
 }
 
 /// Of a COMMIT that got no answer nobody knows what it did.
-fn not_committed<E>(error: Error) -> OnceError<E> {
-    match code_of(&error) {
+fn not_committed<E>(error: &Error) -> OnceError<E> {
+    match code_of(error) {
         Code::StoreUnavailable => Code::OutcomeUnknown.into(),
         code => code.into(),
     }

@@ -25,7 +25,7 @@ where
 {
     match outcome {
         Ok(value) => {
-            Manager::commit_transaction(conn).await?;
+            commit(conn).await?;
             Ok(value)
         }
         Err(error) => {
@@ -33,6 +33,11 @@ where
             Err(error)
         }
     }
+}
+
+/// Keeps what was done since [`begin`].
+pub(crate) async fn commit(conn: &mut AsyncPgConnection) -> QueryResult<()> {
+    Manager::commit_transaction(conn).await
 }
 
 /// Undoes what was done since [`begin`].

@@ -517,7 +517,7 @@ async fn refusals_are_answers_to_the_middleware_outside() {
     check(rig.post("/held").key("x").body("b").answer().await, "key-reused");
     rig.gate.open(1);
     held.await.unwrap();
-    rig.db.run("DROP TABLE idempotency_keys").await;
+    rig.db.run("DROP TABLE idempotency_keys CASCADE").await;
     check(rig.post("/held").key("x").body("a").answer().await, "store-unavailable");
 }
 

@@ -187,6 +187,11 @@ async fn a_name_stands_for_one_step_of_an_attempt() {
         async move {
             let failed = key.step("one", async || Err::<(), _>("not yet")).await;
             assert!(matches!(failed, Err(StepError::Failed("not yet"))), "{failed:?}");
+            {
+                let mut dropped =
+                    Box::pin(key.step("one", async || std::future::pending::<Result<(), String>>().await));
+                assert!(futures_util::poll!(&mut dropped).is_pending());
+            }
             // Nothing was done: the same step may be tried again.
             key.step("one", async || Ok::<_, String>(1)).await.unwrap();
             let repeated = key.step("one", async || Ok::<_, String>(2)).await;
@@ -237,11 +242,10 @@ async fn second_attempt_gets(first: impl serde::Serialize + Clone + Send + Sync 
 async fn a_result_that_cannot_be_read_again_is_a_typed_error_and_the_step_is_not_repeated() {
     assert_eq!(second_attempt_gets(3).await, ("Ok(3)".into(), 1));
     let (second, runs) = second_attempt_gets("three").await;
-    assert!(second.starts_with("Err(Shape("), "{second}");
-    assert_eq!(runs, 1);
+    assert_eq!((second.as_str(), runs), ("Err(Shape)", 1));
     assert_eq!(second_attempt_gets("x".repeat(MAX_STEP_RESULT)).await, ("Err(Omitted)".into(), 1));
     let fits = "x".repeat(MAX_STEP_RESULT - 2);
-    assert!(second_attempt_gets(fits).await.0.starts_with("Err(Shape("));
+    assert_eq!(second_attempt_gets(fits).await, ("Err(Shape)".into(), 1));
 }
 
 #[actix_web::test]
