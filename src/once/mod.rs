@@ -36,7 +36,7 @@ use crate::{
 /// let once = Once::postgres(pool("postgres://localhost/shop")?);
 /// let month = "2026-11";
 /// let sent = once
-///     .run(Scope::once("monthly-invoices"), month, &(), |key: IdemKey| async move { send_invoices(month, &key).await })
+///     .run(Scope::once("monthly-invoices"), month, &(), move |key| async move { send_invoices(month, &key).await })
 ///     .await;
 /// match sent {
 ///     Ok(Outcome::Ran(invoices)) => println!("{invoices} invoices sent"),
