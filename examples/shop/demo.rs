@@ -71,10 +71,26 @@ Try, in another terminal:
   coupon -H 'X-Demo-Slow-Ms: 2000' & sleep 1; coupon; wait; coupon
   NAME=bob coupon
 
-  # the callback of a payment provider, keyed by its own number: a repeat gets success again
+  # nobody overwrites what they have not seen: the ETag of an answer goes back as If-Match
+  curl -si http://{address}/orders/1 -H 'Authorization: Bearer alice'; echo
+  change() {{ curl -si -X PUT http://{address}/orders/1 -H "Authorization: Bearer ${{NAME:-alice}}" \
+    -H 'Content-Type: application/json' -d '{{"quantity": '${{QUANTITY:-3}}'}}' "$@"; echo; }}
+  change -H 'If-Match: "1"'               # 200, ETag: "2": the stock moves by the difference
+  QUANTITY=5 change -H 'If-Match: "1"'    # 412, ETag: "2": somebody was first
+  change                                  # 428: say which version you have seen
+  change -H 'If-Match: "2'                # 400: unreadable is not absent
+  NAME=bob change -H 'If-Match: *'        # 404: somebody else's order
+
+  # the callback of a payment provider: a repeat gets success again, also by another message about the same order
   paid() {{ curl -si http://{address}/payments/callback -H 'Content-Type: application/json' \
     -d '{{"order_id": 1, "out_trade_no": "'${{1:-T1}}'"}}'; echo; }}
-  paid; paid
+  paid; paid; paid T2
+  change -H 'If-Match: *'                 # 409: an order that is paid is no longer changed
+
+  # one to a customer in a campaign, whatever keys say
+  campaign() {{ curl -si http://{address}/orders -H 'Authorization: Bearer alice' \
+    -H 'Content-Type: application/json' -d '{{"product_id": 1, "quantity": 1, "campaign_id": 7}}' "$@"; echo; }}
+  campaign -H 'Idempotency-Key: c1'; campaign -H 'Idempotency-Key: c2'    # 201; then 409 campaign-used
 
   # what there is now: the stock and the orders add up
   curl -s http://{address}/orders -H 'Authorization: Bearer alice'

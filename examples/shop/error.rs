@@ -1,9 +1,12 @@
 //! What the shop says when it cannot do what was asked.
 
+use actix_idempotency::{DuplicateError, Duplicates, GuardedError, TransitionError, VersionError};
 use actix_web::{HttpResponse, ResponseError, http::StatusCode};
-use diesel::result::{DatabaseErrorKind, Error as QueryError};
+use diesel::result::Error as QueryError;
 use serde_json::json;
 use thiserror::Error;
+
+use crate::schema::Status;
 
 #[derive(Debug, Error)]
 pub enum ShopError {
@@ -13,36 +16,47 @@ pub enum ShopError {
     Quantity,
     #[error("there is no such thing")]
     NotFound,
-    #[error("not enough in stock")]
-    OutOfStock,
-    #[error("one to a customer in this campaign")]
-    CampaignUsed,
-    #[error("you have this coupon already")]
-    CouponClaimed,
+    #[error("an order that is paid is no longer changed")]
+    Paid,
     #[error("this attempt fails, as X-Demo-Fail asked")]
     Demo(StatusCode),
-    #[error("the database failed")]
-    Database(QueryError),
     #[error("no connection")]
     NoConnection,
+    #[error(transparent)]
+    Version(#[from] VersionError),
+    #[error(transparent)]
+    Stock(#[from] GuardedError),
+    #[error(transparent)]
+    State(#[from] TransitionError<Status>),
+    #[error(transparent)]
+    Database(DuplicateError),
+}
+
+/// The last line of defence, in words.
+fn duplicates() -> Duplicates {
+    Duplicates::new()
+        .code("orders_customer_product_campaign_key", "campaign-used", "One to a customer in this campaign.")
+        .code("coupons_customer_coupon_key", "coupon-claimed", "You have this coupon already.")
 }
 
 impl From<QueryError> for ShopError {
     fn from(error: QueryError) -> Self {
-        match &error {
+        match error {
             QueryError::NotFound => Self::NotFound,
-            QueryError::DatabaseError(DatabaseErrorKind::UniqueViolation, info)
-                if info.constraint_name() == Some("orders_customer_product_campaign_key") =>
-            {
-                Self::CampaignUsed
-            }
-            QueryError::DatabaseError(DatabaseErrorKind::UniqueViolation, info)
-                if info.constraint_name() == Some("coupons_customer_coupon_key") =>
-            {
-                Self::CouponClaimed
-            }
-            QueryError::DatabaseError(DatabaseErrorKind::ForeignKeyViolation, _) => Self::NotFound,
-            _ => Self::Database(error),
+            error => Self::Database(duplicates().explain(error)),
+        }
+    }
+}
+
+impl ShopError {
+    /// What went wrong in a line of defence knows its own answer.
+    fn defence(&self) -> Option<&dyn ResponseError> {
+        match self {
+            Self::Version(error) => Some(error),
+            Self::Stock(error) => Some(error),
+            Self::State(error) => Some(error),
+            Self::Database(error) => Some(error),
+            _ => None,
         }
     }
 }
@@ -53,17 +67,17 @@ impl ResponseError for ShopError {
             Self::Anonymous => StatusCode::UNAUTHORIZED,
             Self::Quantity => StatusCode::UNPROCESSABLE_ENTITY,
             Self::NotFound => StatusCode::NOT_FOUND,
-            Self::OutOfStock | Self::CampaignUsed | Self::CouponClaimed => StatusCode::CONFLICT,
+            Self::Paid => StatusCode::CONFLICT,
             Self::Demo(status) => *status,
-            Self::Database(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::NoConnection => StatusCode::SERVICE_UNAVAILABLE,
+            _ => self.defence().map_or(StatusCode::INTERNAL_SERVER_ERROR, ResponseError::status_code),
         }
     }
 
     fn error_response(&self) -> HttpResponse {
-        if let Self::Database(error) = self {
-            tracing::error!(%error, "the database failed");
+        match self.defence() {
+            Some(error) => error.error_response(),
+            None => HttpResponse::build(self.status_code()).json(json!({"error": self.to_string()})),
         }
-        HttpResponse::build(self.status_code()).json(json!({"error": self.to_string()}))
     }
 }

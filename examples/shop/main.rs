@@ -1,4 +1,4 @@
-//! A shop whose orders, coupons and payment callbacks are safe to repeat.
+//! A shop whose orders, changes, coupons and payment callbacks are safe to repeat.
 //!
 //!     ./with-postgres cargo run --release --example shop
 //!
@@ -15,7 +15,7 @@ mod schema;
 use std::{env, time::Duration};
 
 use actix_idempotency::{Idempotency, Policy, migrations, pool};
-use actix_web::{App, HttpServer, middleware::Logger, web};
+use actix_web::{App, HttpServer, http::Method, middleware::Logger, web};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use tracing_subscriber::EnvFilter;
 
@@ -36,12 +36,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let idempotency = Idempotency::postgres(pool.clone()).with(policy());
     idempotency.check().await?;
     let drain = idempotency.drain();
+    let machine = web::Data::new(payments::machine());
 
     let server = HttpServer::new(move || {
         App::new()
             .wrap(Logger::default())
             .app_data(web::Data::new(pool.clone()))
             .app_data(web::Data::new(idempotency.clone()))
+            .app_data(machine.clone())
             .service(products::show)
             .service(coupons::claim)
             .service(payments::callback)
@@ -50,7 +52,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                     .wrap(idempotency.clone())
                     .service(orders::create)
                     .service(orders::list)
-                    .service(orders::show),
+                    .service(orders::show)
+                    .service(orders::change),
             )
     })
     .shutdown_signal(drain)
@@ -66,8 +69,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// Orders live in the database alone, so that the whole request can be one transaction. With
 /// `LEASE_SECONDS` it is held by a lease instead, as requests with other effects are: to watch a takeover.
 fn policy() -> Policy {
+    // HTTP calls PUT idempotent, and by default it is not protected; a change of an order moves stock, too.
+    let policy = Policy::new().methods([Method::POST, Method::PUT]);
     match env::var("LEASE_SECONDS").ok().and_then(|seconds| seconds.parse().ok()) {
-        Some(seconds) => Policy::new().lease(Duration::from_secs(seconds)),
-        None => Policy::new().atomic(),
+        Some(seconds) => policy.lease(Duration::from_secs(seconds)),
+        None => policy.atomic(),
     }
 }

@@ -1,16 +1,16 @@
-//! Orders: made once, listed, shown.
+//! Orders: made once, listed, shown, changed by whoever has seen them as they are.
 
-use actix_idempotency::{IdemTx, PgPool};
-use actix_web::{FromRequest, HttpRequest, HttpResponse, dev::Payload, get, http::header, post, web};
+use actix_idempotency::{Decrement, IdemTx, IfMatch, PgPool, Versioned, version::etag};
+use actix_web::{FromRequest, HttpRequest, HttpResponse, dev::Payload, get, http::header, post, put, web};
 use diesel::prelude::*;
-use diesel_async::RunQueryDsl;
+use diesel_async::{AsyncPgConnection, RunQueryDsl};
 use serde::{Deserialize, Serialize};
 use std::future::{Ready, ready};
 
 use crate::{
     demo::Knobs,
     error::ShopError,
-    schema::{orders, products},
+    schema::{Status, orders, products},
 };
 
 #[derive(Deserialize)]
@@ -20,12 +20,17 @@ struct NewOrder {
     campaign_id: Option<i64>,
 }
 
+#[derive(Deserialize)]
+struct Change {
+    quantity: i32,
+}
+
 #[derive(Serialize, Queryable, Selectable)]
-struct Order {
+pub struct Order {
     id: i64,
     product_id: i64,
     quantity: i32,
-    status: String,
+    status: Status,
     version: i32,
 }
 
@@ -40,16 +45,9 @@ pub async fn create(
     if new.quantity < 1 {
         return Err(ShopError::Quantity);
     }
-    // The condition is in the UPDATE: whoever would take the stock below zero changes no row.
-    let taken = diesel::update(products::table.find(new.product_id).filter(products::stock.ge(new.quantity)))
-        .set((products::stock.eq(products::stock - new.quantity), products::version.eq(products::version + 1)))
-        .execute(&mut *tx)
-        .await?;
-    if taken == 0 {
-        products::table.find(new.product_id).select(products::id).first::<i64>(&mut *tx).await?;
-        return Err(ShopError::OutOfStock);
-    }
-    let order = diesel::insert_into(orders::table)
+    // Only where there is enough: the condition is in the UPDATE.
+    products::stock.decrement(new.product_id, new.quantity).raise_version().execute(&mut tx).await?;
+    let order: Order = diesel::insert_into(orders::table)
         .values((
             orders::customer.eq(customer.0),
             orders::product_id.eq(new.product_id),
@@ -60,7 +58,10 @@ pub async fn create(
         .get_result(&mut *tx)
         .await?;
     knobs.misbehave().await?;
-    Ok(HttpResponse::Created().insert_header((header::LOCATION, format!("/orders/{}", order.id))).json(order))
+    Ok(HttpResponse::Created()
+        .insert_header((header::LOCATION, format!("/orders/{}", order.id)))
+        .insert_header(etag(order.version))
+        .json(order))
 }
 
 #[get("/orders")]
@@ -78,13 +79,62 @@ pub async fn list(customer: Customer, pool: web::Data<PgPool>) -> Result<HttpRes
 #[get("/orders/{id}")]
 pub async fn show(customer: Customer, pool: web::Data<PgPool>, id: web::Path<i64>) -> Result<HttpResponse, ShopError> {
     let mut conn = pool.get().await.map_err(|_| ShopError::NoConnection)?;
-    let order = orders::table
+    let order: Order = orders::table
         .find(*id)
         .filter(orders::customer.eq(customer.0))
         .select(Order::as_select())
         .first(&mut conn)
         .await?;
-    Ok(HttpResponse::Ok().json(order))
+    Ok(HttpResponse::Ok().insert_header(etag(order.version)).json(order))
+}
+
+/// `If-Match` says which version the customer has seen. Whoever has missed a change is told, and changes nothing.
+#[put("/orders/{id}")]
+pub async fn change(
+    customer: Customer,
+    knobs: Knobs,
+    mut tx: IdemTx,
+    id: web::Path<i64>,
+    if_match: IfMatch,
+    change: web::Json<Change>,
+) -> Result<HttpResponse, ShopError> {
+    if change.quantity < 1 {
+        return Err(ShopError::Quantity);
+    }
+    // Locked, so that the stock moves by the difference from what the order really was.
+    let before: Order = orders::table
+        .find(*id)
+        .filter(orders::customer.eq(customer.0))
+        .for_update()
+        .select(Order::as_select())
+        .get_result(&mut *tx)
+        .await?;
+    if before.status == Status::Paid {
+        return Err(ShopError::Paid);
+    }
+    let order: Order = orders::table
+        .at(before.id, if_match)
+        .set(orders::quantity.eq(change.quantity))
+        .returning(Order::as_returning())
+        .get_result(&mut tx)
+        .await?;
+    match order.quantity - before.quantity {
+        0 => {}
+        more @ 1.. => {
+            products::stock.decrement(order.product_id, more).raise_version().execute(&mut tx).await?;
+        }
+        less => give_back(&mut tx, order.product_id, -less).await?,
+    }
+    knobs.misbehave().await?;
+    Ok(HttpResponse::Ok().insert_header(etag(order.version)).json(order))
+}
+
+async fn give_back(conn: &mut AsyncPgConnection, product_id: i64, pieces: i32) -> QueryResult<()> {
+    diesel::update(products::table.find(product_id))
+        .set((products::stock.eq(products::stock + pieces), products::version.eq(products::version + 1)))
+        .execute(conn)
+        .await
+        .map(drop)
 }
 
 /// Whoever `Authorization: Bearer NAME` names: a demo, without a password.

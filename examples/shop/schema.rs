@@ -1,3 +1,8 @@
+//! The tables, and what two of their columns mean.
+
+use actix_idempotency::{states, versioned};
+use serde::Serialize;
+
 diesel::table! {
     products (id) {
         id -> BigInt,
@@ -6,6 +11,7 @@ diesel::table! {
         version -> Integer,
     }
 }
+versioned!(products.version);
 
 diesel::table! {
     orders (id) {
@@ -16,6 +22,25 @@ diesel::table! {
         campaign_id -> Nullable<BigInt>,
         status -> Text,
         version -> Integer,
+    }
+}
+versioned!(orders.version);
+
+states! {
+    /// The life of an order.
+    #[derive(Serialize)]
+    #[serde(rename_all = "UPPERCASE")]
+    pub enum Status for orders.status {
+        Pending = "PENDING",
+        Paid = "PAID",
+    }
+}
+
+diesel::table! {
+    order_history (id) {
+        id -> BigInt,
+        order_id -> BigInt,
+        status -> Text,
     }
 }
 
