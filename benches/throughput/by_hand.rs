@@ -39,6 +39,7 @@ macro_rules! prepared {
     (@ $self:ident $out:ident ($field:ident as $sql_type:ty)) => { $out.push_bind_param::<$sql_type, _>($self.$field)? };
     (@ $self:ident $out:ident $sql:literal) => { $out.push_sql($sql) };
 }
+pub(crate) use prepared;
 
 prepared! { Claim(id: [u8] as Binary, owner: [u8] as Binary, key: str as Text) {
     "WITH s AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true) AS v) \

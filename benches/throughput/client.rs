@@ -32,6 +32,7 @@ async fn one(address: SocketAddr, method: &str, path: &str, keys: Keys, client: 
     let run: u32 = rand::random();
     let mut socket = TcpStream::connect(address).await.expect("a connection");
     socket.set_nodelay(true).expect("no delay");
+    let path = path.replace("{client}", &client.to_string());
     let (mut answer, mut answered) = (Vec::with_capacity(4096), 0);
     while Instant::now() < until {
         let key = match keys {

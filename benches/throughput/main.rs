@@ -11,6 +11,7 @@ mod by_hand;
 mod client;
 mod cpu;
 mod once;
+mod rows;
 mod server;
 
 use std::{
@@ -23,7 +24,7 @@ use std::{
 use diesel::{QueryableByName, sql_types::BigInt};
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl};
 
-/// A row, and the one that it is compared with.
+/// A row, and the one that it is compared with. `{client}` in a path is the number of the client.
 struct Row {
     name: &'static str,
     path: &'static str,
@@ -58,6 +59,19 @@ const ROWS: &[Row] = &[
     Row { name: "Once::run", path: "/bare/once", method: "POST", keys: Keys::Fresh, against: Some("order, bare") },
     Row { name: "Once::run_in", path: "/bare/once-in-tx", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
     Row { name: "IdemTx, atomic: driven by each worker", path: "/workers/order-idemtx", method: "POST", keys: Keys::Fresh, against: Some("IdemTx, atomic") },
+    Row { name: "update by hand in diesel", path: "/bare/update-by-hand/{client}", method: "PUT", keys: Keys::None, against: None },
+    Row { name: "update, versioned", path: "/bare/update-versioned/{client}", method: "PUT", keys: Keys::None, against: Some("update by hand in diesel") },
+    Row { name: "update by hand, prepared once", path: "/bare/update-prepared/{client}", method: "PUT", keys: Keys::None, against: None },
+    Row { name: "update, versioned: against prepared", path: "/bare/update-versioned/{client}", method: "PUT", keys: Keys::None, against: Some("update by hand, prepared once") },
+    Row { name: "update 1 row, FOR UPDATE", path: "/bare/rows-locked/1", method: "PUT", keys: Keys::None, against: None },
+    Row { name: "update 1 row, versioned", path: "/bare/rows-versioned/1", method: "PUT", keys: Keys::None, against: Some("update 1 row, FOR UPDATE") },
+    Row { name: "update 1 row, guarded", path: "/bare/rows-guarded/1", method: "PUT", keys: Keys::None, against: Some("update 1 row, FOR UPDATE") },
+    Row { name: "update 100 rows, FOR UPDATE", path: "/bare/rows-locked/100", method: "PUT", keys: Keys::None, against: None },
+    Row { name: "update 100 rows, versioned", path: "/bare/rows-versioned/100", method: "PUT", keys: Keys::None, against: Some("update 100 rows, FOR UPDATE") },
+    Row { name: "update 100 rows, guarded", path: "/bare/rows-guarded/100", method: "PUT", keys: Keys::None, against: Some("update 100 rows, FOR UPDATE") },
+    Row { name: "update 100,000 rows, FOR UPDATE", path: "/bare/rows-locked/100000", method: "PUT", keys: Keys::None, against: None },
+    Row { name: "update 100,000 rows, versioned", path: "/bare/rows-versioned/100000", method: "PUT", keys: Keys::None, against: Some("update 100,000 rows, FOR UPDATE") },
+    Row { name: "update 100,000 rows, guarded", path: "/bare/rows-guarded/100000", method: "PUT", keys: Keys::None, against: Some("update 100,000 rows, FOR UPDATE") },
 ];
 
 struct Options {

@@ -6,7 +6,7 @@ use std::{
     process::Child,
 };
 
-use actix_idempotency::{IdemTx, Idempotency, Once, PgPool, Policy, migrations, pool};
+use actix_idempotency::{IdemTx, Idempotency, Once, PgPool, Policy, PoolBuilder, migrations, pool};
 use actix_web::{
     App, HttpResponse, HttpServer, Result,
     error::ErrorInternalServerError,
@@ -19,7 +19,7 @@ use diesel_async::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{by_hand, once};
+use crate::{by_hand, once, rows};
 
 diesel::table! {
     bench_orders (id) {
@@ -54,6 +54,7 @@ pub async fn prepare(url: &str) {
     )
     .await
     .expect("the tables of the bench");
+    conn.batch_execute(rows::TABLE).await.expect("the rows of the bench");
 }
 
 pub fn address_of(server: &mut Child) -> SocketAddr {
@@ -132,11 +133,15 @@ pub fn serve(url: &str) {
     actix_web::rt::System::new().block_on(async move {
         let pool = pool(&url).expect("a pool");
         let engine = Idempotency::postgres(pool.clone());
+        let crowd = PoolBuilder::new(&url).max_size(32.try_into().expect("more than none")).build().expect("a pool");
+        let (crowd, seen) = (Data::new(rows::Crowd(crowd)), Data::new(rows::Seen::new()));
         let workers = Idempotency::postgres(pool_of_the_workers(&url)).with(Policy::new().atomic());
         let server = HttpServer::new(move || {
             App::new()
                 .app_data(Data::new(pool.clone()))
                 .app_data(Data::new(Once::of(&engine)))
+                .app_data(crowd.clone())
+                .app_data(seen.clone())
                 .service(
                     web::scope("/bare")
                         .route("/hello", web::get().to(hello))
@@ -146,7 +151,8 @@ pub fn serve(url: &str) {
                         .route("/order-by-hand", web::post().to(by_hand::order))
                         .route("/default-by-hand", web::post().to(by_hand::default))
                         .route("/atomic-by-hand", web::post().to(by_hand::atomic))
-                        .configure(once::routes),
+                        .configure(once::routes)
+                        .configure(rows::routes),
                 )
                 .service(
                     web::scope("/wrapped")

@@ -8,6 +8,7 @@
 //! - [`tour::tour`]: once through everything, for a store that is set up in its own way;
 //! - [`shop::Shop`]: orders and stock, written through `IdemTx` under every policy;
 //! - [`jobs`]: work in steps, and without a request, for server processes;
+//! - [`example::Example`]: an example of this crate, as a process of its own;
 //! - [`proxy::Proxy`]: what goes wrong between the pool and Postgres, at a chosen message;
 //! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go;
 //! - [`log`]: what the crate says through `tracing`.
@@ -17,6 +18,7 @@ pub mod bouncer;
 pub mod client;
 pub mod cluster;
 pub mod db;
+pub mod example;
 pub mod gate;
 pub mod jobs;
 pub mod log;
