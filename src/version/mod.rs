@@ -111,6 +111,11 @@ pub use crate::postgres::{
 /// diesel::table! { notes (id) { id -> BigInt, text -> Text, version -> Nullable<Integer>, } }
 /// actix_idempotency::versioned!(notes.version);
 /// ```
+///
+/// ```
+/// diesel::table! { notes (id) { id -> BigInt, text -> Text, version -> BigInt, } }
+/// actix_idempotency::versioned!(notes.version);
+/// ```
 pub trait Versioned: Table + HasTable<Table = Self> {
     /// The column.
     type Version: Column<Table = Self, SqlType: WholeNumber> + Piece + Default + Copy;

@@ -15,7 +15,13 @@ use diesel::{
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl, SimpleAsyncConnection};
 use futures_util::future::join_all;
 
-use crate::support::{client::RequestExt, db::Db, eventually, rig::Rig};
+use crate::support::{
+    client::RequestExt,
+    db::{Db, ISOLATIONS},
+    eventually,
+    rig::Rig,
+    statements::Statements,
+};
 
 diesel::table! {
     orders (id) {
@@ -72,45 +78,48 @@ async fn insert(conn: &mut AsyncPgConnection, user: i64, code: Option<&str>) -> 
 
 #[actix_web::test]
 async fn each_constraint_is_an_error_of_its_own_and_the_transaction_goes_on() {
-    let db = db().await;
-    let conn = &mut db.connect().await;
-    let duplicates = duplicates();
-    conn.transaction(async |conn| {
-        let first = duplicates.run(conn, async |conn| insert(conn, 1, Some("x")).await).await;
-        assert!(first.is_ok());
-        let again = duplicates.run(conn, async |conn| insert(conn, 1, None).await).await;
-        match again {
-            Err(ShopError::AlreadyOrdered(duplicate)) => {
-                assert_eq!((duplicate.constraint(), duplicate.table()), (KEY, Some("orders")));
+    for isolation in ISOLATIONS {
+        let db = db().await;
+        let mut conn = db.connect_at(isolation).await;
+        let duplicates = duplicates();
+        conn.transaction(async |conn| {
+            let first = duplicates.run(conn, async |conn| insert(conn, 1, Some("x")).await).await;
+            assert!(first.is_ok());
+            let again = duplicates.run(conn, async |conn| insert(conn, 1, None).await).await;
+            match again {
+                Err(ShopError::AlreadyOrdered(duplicate)) => {
+                    assert_eq!((duplicate.constraint(), duplicate.table()), (KEY, Some("orders")));
+                }
+                other => panic!("{other:?}"),
             }
-            other => panic!("{other:?}"),
-        }
-        let code = duplicates.run(conn, async |conn| insert(conn, 2, Some("x")).await).await;
-        assert!(matches!(code, Err(ShopError::CodeTaken)), "{code:?}");
-        // Anything else is what it was.
-        let id =
-            duplicates.run(conn, async |conn| conn.batch_execute("INSERT INTO orders VALUES (1, 9, 9)").await).await;
-        assert!(matches!(
-            id,
-            Err(ShopError::Database(QueryError::DatabaseError(DatabaseErrorKind::UniqueViolation, _)))
-        ));
-        let none = duplicates.run(conn, async |conn| insert_quantity(conn, 0).await).await;
-        assert!(matches!(
-            none,
-            Err(ShopError::Database(QueryError::DatabaseError(DatabaseErrorKind::CheckViolation, _)))
-        ));
-        let swallowed = duplicates
-            .run(conn, async |conn| {
-                let _ = conn.batch_execute("SELECT 1 / 0").await;
-                Ok(())
-            })
-            .await;
-        assert!(swallowed.is_err());
-        insert(conn, 3, None).await
-    })
-    .await
-    .unwrap();
-    assert!(db.is("(SELECT array_agg(user_id ORDER BY id) = '{1,3}' FROM orders)").await);
+            let code = duplicates.run(conn, async |conn| insert(conn, 2, Some("x")).await).await;
+            assert!(matches!(code, Err(ShopError::CodeTaken)), "{code:?}");
+            // Anything else is what it was.
+            let id = duplicates
+                .run(conn, async |conn| conn.batch_execute("INSERT INTO orders VALUES (1, 9, 9)").await)
+                .await;
+            assert!(matches!(
+                id,
+                Err(ShopError::Database(QueryError::DatabaseError(DatabaseErrorKind::UniqueViolation, _)))
+            ));
+            let none = duplicates.run(conn, async |conn| insert_quantity(conn, 0).await).await;
+            assert!(matches!(
+                none,
+                Err(ShopError::Database(QueryError::DatabaseError(DatabaseErrorKind::CheckViolation, _)))
+            ));
+            let swallowed = duplicates
+                .run(conn, async |conn| {
+                    let _ = conn.batch_execute("SELECT 1 / 0").await;
+                    Ok(())
+                })
+                .await;
+            assert!(swallowed.is_err());
+            insert(conn, 3, None).await
+        })
+        .await
+        .unwrap();
+        assert!(db.is("(SELECT array_agg(user_id ORDER BY id) = '{1,3}' FROM orders)").await, "{isolation}");
+    }
 }
 
 async fn insert_quantity(conn: &mut AsyncPgConnection, quantity: i32) -> QueryResult<usize> {
@@ -188,16 +197,60 @@ async fn of_many_inserts_one_creates_and_all_get_its_row() {
 
 #[actix_web::test]
 async fn who_loses_an_insert_can_go_on_in_the_same_transaction() {
+    for isolation in ISOLATIONS {
+        let db = db().await;
+        let mut conn = db.connect_at(isolation).await;
+        conn.transaction(async |conn| {
+            assert_eq!(order(conn, 1, 3).await.unwrap(), Inserted::Created((1, 3)));
+            assert_eq!(order(conn, 1, 9).await.unwrap(), Inserted::Existing((1, 3)));
+            // Columns that do not find the row that is in the way: nothing has failed.
+            insert(conn, 4, Some("x")).await?;
+            let values = (orders::user_id.eq(2), orders::product_id.eq(1), orders::code.eq("x"));
+            let elusive = orders::table.insert_or_fetch(values).on(orders::code, "y").returning(orders::id);
+            assert!(matches!(elusive.get_result::<i64>(conn).await, Err(InsertError::Elusive)));
+            insert(conn, 5, None).await
+        })
+        .await
+        .unwrap();
+        assert!(db.is("(SELECT array_agg(user_id ORDER BY user_id) = '{1,4,5}' FROM orders)").await, "{isolation}");
+    }
+}
+
+#[actix_web::test]
+async fn who_creates_it_sends_one_statement_and_who_finds_it_two() {
     let db = db().await;
     let conn = &mut db.connect().await;
-    conn.transaction(async |conn| {
-        assert_eq!(order(conn, 1, 3).await.unwrap(), Inserted::Created((1, 3)));
-        assert_eq!(order(conn, 1, 9).await.unwrap(), Inserted::Existing((1, 3)));
-        insert(conn, 5, None).await
-    })
-    .await
-    .unwrap();
-    assert_eq!(db.number("SELECT count(*) AS value FROM orders").await, 2);
+    let statements = Statements::of(conn);
+    assert!(order(conn, 1, 3).await.unwrap().is_created());
+    assert_eq!(statements.sent(), 1);
+    assert!(!order(conn, 1, 3).await.unwrap().is_created());
+    assert_eq!(statements.sent(), 2);
+}
+
+#[actix_web::test]
+async fn a_row_that_comes_and_goes_is_created_or_found_and_never_an_error() {
+    let db = db().await;
+    for (user, pool) in [(1, db.pool(8)), (2, db.serializable_pool(8))] {
+        let mut conn = db.connect().await;
+        let deleting = actix_web::rt::spawn(async move {
+            loop {
+                diesel::delete(orders::table.filter(orders::user_id.eq(user))).execute(&mut conn).await.unwrap();
+            }
+        });
+        let racers = (1..=8).map(|quantity| {
+            let pool = pool.clone();
+            actix_web::rt::spawn(async move {
+                let mut conn = pool.get().await.unwrap();
+                for _ in 0..50 {
+                    let placed = Retry::new().tries(100);
+                    let _ = placed.run(&mut conn, async |conn| order(conn, user, quantity).await).await.unwrap();
+                }
+            })
+        });
+        join_all(racers).await.into_iter().for_each(|racer| racer.unwrap());
+        assert!(!deleting.is_finished());
+        deleting.abort();
+    }
 }
 
 #[actix_web::test]
@@ -235,10 +288,6 @@ async fn another_constraint_is_not_a_duplicate_of_this_one() {
         .await;
     let Err(InsertError::Query(error)) = other else { panic!("{other:?}") };
     assert_eq!(Duplicate::of(&error).unwrap().constraint(), "orders_code_key");
-    // Columns that do not find the row that is in the way.
-    let elusive: Result<Inserted<i64>, _> =
-        orders::table.insert_or_fetch(values).on(orders::code, "y").returning(orders::id).get_result(conn).await;
-    assert!(matches!(elusive, Err(InsertError::Elusive)), "{elusive:?}");
 }
 
 #[actix_web::test]

@@ -6,7 +6,12 @@ use diesel::prelude::*;
 use diesel_async::{AsyncConnection, AsyncPgConnection, SimpleAsyncConnection};
 use futures_util::future::join_all;
 
-use crate::support::{client::RequestExt, db::Db, rig::Rig};
+use crate::support::{
+    client::RequestExt,
+    db::{Db, ISOLATIONS},
+    rig::Rig,
+    statements::Statements,
+};
 
 diesel::table! {
     products (id) {
@@ -59,25 +64,45 @@ async fn a_hundred_buyers_get_the_thirty_pieces_there_are() {
 
 #[actix_web::test]
 async fn what_cannot_be_taken_is_told_apart_and_nothing_is_taken() {
+    for isolation in ISOLATIONS {
+        let db = db().await;
+        db.run("UPDATE products SET version = 2147483647 WHERE id = 2").await;
+        let mut conn = db.connect_at(isolation).await;
+        conn.transaction(async |conn| {
+            conn.batch_execute("INSERT INTO products (id, stock) VALUES (10, 1)").await?;
+            let take = async |conn: &mut _, id: i64, n: i64| products::stock.decrement(id, n).execute(conn).await;
+            assert!(matches!(take(conn, 1, 31).await, Err(GuardedError::NotEnough { asked: 31, left: 30 })));
+            assert!(matches!(take(conn, 9, 1).await, Err(GuardedError::Gone)));
+            for n in [0, -1, i64::MIN, i64::from(i32::MAX) + 1, i64::MAX] {
+                assert!(matches!(take(conn, 1, n).await, Err(GuardedError::Amount { asked }) if asked == n));
+            }
+            let both = products::stock.decrement(1, 1).set(products::stock.eq(7)).execute(conn).await;
+            assert!(matches!(both, Err(GuardedError::SetsItself { field: "stock" })));
+            let theirs = products::stock.decrement(1, 1).filter(products::shop.eq("b")).execute(conn).await;
+            assert!(matches!(theirs, Err(GuardedError::Gone)));
+            let largest = products::stock.decrement(2, 1).raise_version().execute(conn).await;
+            assert!(matches!(largest, Err(GuardedError::Overflow)));
+            conn.batch_execute("INSERT INTO products (id, stock) VALUES (11, 1)").await
+        })
+        .await
+        .unwrap();
+        assert!(db.is("(SELECT array_agg(stock ORDER BY id) = '{30,30,1,1}' FROM products)").await, "{isolation}");
+    }
+}
+
+#[actix_web::test]
+async fn it_is_one_statement_and_none_for_an_amount_that_makes_no_sense() {
     let db = db().await;
     let conn = &mut db.connect().await;
-    conn.transaction(async |conn| {
-        conn.batch_execute("INSERT INTO products (id, stock) VALUES (10, 1)").await?;
-        let take = async |conn: &mut _, id: i64, n: i64| products::stock.decrement(id, n).execute(conn).await;
-        assert!(matches!(take(conn, 1, 31).await, Err(GuardedError::NotEnough { asked: 31, left: 30 })));
-        assert!(matches!(take(conn, 9, 1).await, Err(GuardedError::Gone)));
-        for n in [0, -1, i64::MIN, i64::from(i32::MAX) + 1, i64::MAX] {
-            assert!(matches!(take(conn, 1, n).await, Err(GuardedError::Amount { asked }) if asked == n));
-        }
-        let both = products::stock.decrement(1, 1).set(products::stock.eq(7)).execute(conn).await;
-        assert!(matches!(both, Err(GuardedError::SetsItself { field: "stock" })));
-        let theirs = products::stock.decrement(1, 1).filter(products::shop.eq("b")).execute(conn).await;
-        assert!(matches!(theirs, Err(GuardedError::Gone)));
-        conn.batch_execute("INSERT INTO products (id, stock) VALUES (11, 1)").await
-    })
-    .await
-    .unwrap();
-    assert!(db.is("(SELECT array_agg(stock ORDER BY id) = '{30,30,1,1}' FROM products)").await);
+    let statements = Statements::of(conn);
+    products::stock.decrement(1, 30).set(products::sold.eq(30)).raise_version().execute(conn).await.unwrap();
+    assert_eq!(statements.sent(), 1);
+    assert!(products::stock.decrement(1, 1).execute(conn).await.is_err());
+    assert_eq!(statements.sent(), 2);
+    for n in [0, -1, i64::MAX] {
+        assert!(products::stock.decrement(1, n).execute(conn).await.is_err());
+    }
+    assert_eq!(statements.sent(), 0);
 }
 
 #[actix_web::test]

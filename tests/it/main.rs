@@ -11,6 +11,7 @@ mod crash;
 mod defence;
 mod dropped;
 mod duplicate;
+mod examples;
 mod failure;
 mod fingerprint;
 mod guarded;

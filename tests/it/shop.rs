@@ -1,6 +1,6 @@
 //! The shop of the README, as a process of its own: the code that newcomers copy does what it says.
 
-use std::{fs, process::Command};
+use std::fs;
 
 use actix_web::rt::{spawn, time::sleep};
 use futures_util::future::join_all;
@@ -11,8 +11,7 @@ use crate::support::{
     PATIENCE,
     client::{Answer, RequestExt, client},
     db::Db,
-    example::Example,
-    missing,
+    example::{Example, Session},
 };
 
 struct Shop {
@@ -24,7 +23,7 @@ struct Shop {
 impl Shop {
     async fn open() -> Self {
         let db = Db::empty().await;
-        let server = Example::start("shop", &db.url, "A crash:");
+        let server = Example::start_reading("shop", &db.url, Some("A crash:"));
         Self { db, server, client: client() }
     }
 
@@ -317,28 +316,13 @@ async fn two_orders_of_one_campaign_are_told_so_and_take_no_stock() {
     assert_refused(&coupon().answer().await, 409, "coupon-claimed");
 }
 
-/// What the lines of a shell session are answered, in their order.
-fn statuses(session: &str) -> Vec<u16> {
-    let shell = Command::new("bash").args(["-euc", session]).output().unwrap();
-    assert!(shell.status.success(), "{shell:?}");
-    let said = String::from_utf8(shell.stdout).unwrap();
-    said.lines().filter_map(|line| line.strip_prefix("HTTP/1.1 ")?.get(..3)?.parse().ok()).collect()
-}
-
-fn no_shell() -> bool {
-    ["bash", "curl"]
-        .into_iter()
-        .any(|program| Command::new(program).arg("--version").output().is_err() && missing(program))
-}
-
 #[actix_web::test]
 async fn the_session_that_the_shop_prints_is_answered_as_it_says() {
-    if no_shell() {
+    if !Session::can_run() {
         return;
     }
     let shop = Shop::open().await;
-    let session = shop.server.advice.split_once("terminal:").unwrap().1.to_owned();
-    let answers = web_block(move || statuses(&session)).await;
+    let session = Session::of(shop.server.advice.split_once("terminal:").unwrap().1);
     #[rustfmt::skip]
     let told = [
         201, 201, 409, 201, 422, 201, 500, 201, // orders
@@ -347,25 +331,20 @@ async fn the_session_that_the_shop_prints_is_answered_as_it_says() {
         200, 200, 200, 409,                     // payments
         201, 409,                               // a campaign
     ];
-    assert_eq!(answers, told);
+    assert_eq!(session.answers().await, told);
     shop.assert_adds_up(1, 1000).await;
 }
 
 #[actix_web::test]
 async fn the_session_of_the_readme_is_answered_as_its_comments_say() {
-    if no_shell() {
+    if !Session::can_run() {
         return;
     }
     let shop = Shop::open().await;
     let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     let session = readme.split("```sh\n").find(|block| block.starts_with("order() {")).unwrap();
-    let session = session.split("```").next().unwrap().replace("localhost:8080", &shop.server.address);
-    let answers = web_block(move || statuses(&session)).await;
+    let session = session.split("```").next().unwrap();
+    let answers = Session::at(&shop.server, session).answers().await;
     assert_eq!(answers, [201, 201, 422, 201, 409, 201, 500, 201, 200, 412, 428, 200, 200]);
     shop.assert_adds_up(1, 1000).await;
-}
-
-/// Away from the thread that serves nobody, but drives the client.
-async fn web_block<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    actix_web::web::block(work).await.unwrap()
 }

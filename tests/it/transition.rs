@@ -15,7 +15,12 @@ use diesel::{prelude::*, result::Error as QueryError};
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl, SimpleAsyncConnection};
 use futures_util::future::join_all;
 
-use crate::support::{client::RequestExt, db::Db, rig::Rig};
+use crate::support::{
+    client::RequestExt,
+    db::{Db, ISOLATIONS},
+    rig::Rig,
+    statements::Statements,
+};
 
 mod sql_types {
     #[derive(diesel::query_builder::QueryId, diesel::sql_types::SqlType)]
@@ -203,40 +208,72 @@ async fn other_columns_change_with_the_state_or_not_at_all() {
 
 #[actix_web::test]
 async fn whoever_does_not_move_it_can_go_on_in_the_same_transaction() {
-    let db = db().await;
-    db.run("UPDATE orders SET status = 'LOST' WHERE id = 2").await;
-    let conn = &mut db.connect().await;
-    conn.transaction(async |conn| {
-        conn.batch_execute("INSERT INTO orders (id) VALUES (10)").await?;
-        let to = |id: i64, from, to| machine().transition(id, from, to);
-        assert!(matches!(to(1, Paid, Shipped).execute(conn).await, Err(TransitionError::Elsewhere { current: Open })));
-        assert!(matches!(to(9, Open, Paid).execute(conn).await, Err(TransitionError::Gone)));
-        assert!(matches!(
-            to(1, Open, Shipped).execute(conn).await,
-            Err(TransitionError::NotAllowed { from: Open, to: Shipped })
-        ));
-        match to(2, Open, Paid).execute(conn).await {
-            Err(TransitionError::UnknownState(unknown)) => {
-                assert_eq!((unknown.label.as_str(), unknown.column), ("LOST", "status"));
+    for isolation in ISOLATIONS {
+        let db = db().await;
+        db.run("UPDATE orders SET status = 'LOST' WHERE id = 2").await;
+        db.run("INSERT INTO orders (id, status, version) VALUES (3, 'PAID', 1), (4, 'OPEN', 2147483647)").await;
+        let mut conn = db.connect_at(isolation).await;
+        conn.transaction(async |conn| {
+            conn.batch_execute("INSERT INTO orders (id) VALUES (10)").await?;
+            let to = |id: i64, from, to| machine().transition(id, from, to);
+            let elsewhere = to(1, Paid, Shipped).execute(conn).await;
+            assert!(matches!(elsewhere, Err(TransitionError::Elsewhere { current: Open })));
+            assert!(matches!(to(9, Open, Paid).execute(conn).await, Err(TransitionError::Gone)));
+            assert!(matches!(
+                to(1, Open, Shipped).execute(conn).await,
+                Err(TransitionError::NotAllowed { from: Open, to: Shipped })
+            ));
+            match to(2, Open, Paid).execute(conn).await {
+                Err(TransitionError::UnknownState(unknown)) => {
+                    assert_eq!((unknown.label.as_str(), unknown.column), ("LOST", "status"));
+                }
+                other => panic!("{other:?}"),
             }
-            other => panic!("{other:?}"),
-        }
-        let sets = to(1, Open, Paid).set(orders::status.eq(Shipped)).execute(conn).await;
-        assert!(matches!(sets, Err(TransitionError::SetsItself { field: "status" })));
-        let theirs = to(1, Open, Paid).filter(orders::customer.eq("bob")).execute(conn).await;
-        assert!(matches!(theirs, Err(TransitionError::Gone)));
-        // What follows fails: the move is undone, and the transaction goes on.
-        let twice = diesel::insert_into(history::table).values(vec![
-            (history::order_id.eq(1), history::status.eq("PAID")),
-            (history::order_id.eq(1), history::status.eq("PAID")),
-        ]);
-        assert!(matches!(to(1, Open, Paid).record(twice).execute(conn).await, Err(TransitionError::Query(_))));
-        conn.batch_execute("INSERT INTO orders (id) VALUES (11)").await
-    })
-    .await
-    .unwrap();
-    assert!(db.is("(SELECT array_agg(status ORDER BY id) = '{OPEN,LOST,OPEN,OPEN}' FROM orders)").await);
-    assert!(db.is("NOT EXISTS (SELECT FROM history)").await);
+            let sets = to(1, Open, Paid).set(orders::status.eq(Shipped)).execute(conn).await;
+            assert!(matches!(sets, Err(TransitionError::SetsItself { field: "status" })));
+            let theirs = to(1, Open, Paid).filter(orders::customer.eq("bob")).execute(conn).await;
+            assert!(matches!(theirs, Err(TransitionError::Gone)));
+            let largest = to(4, Open, Paid).raise_version().execute(conn).await;
+            assert!(matches!(largest, Err(TransitionError::Overflow)));
+            // Who only repeats it writes no history, and undoes nothing.
+            assert!(matches!(record(conn, 3, Paid).await, Ok(Transition::Already(_))));
+            // What follows fails: the move is undone, and the transaction goes on.
+            let twice = diesel::insert_into(history::table).values(vec![
+                (history::order_id.eq(1), history::status.eq("PAID")),
+                (history::order_id.eq(1), history::status.eq("PAID")),
+            ]);
+            assert!(matches!(to(1, Open, Paid).record(twice).execute(conn).await, Err(TransitionError::Query(_))));
+            let refused: Result<Transition<i64>, TransitionError<Order>> = to(1, Open, Paid)
+                .returning(orders::id)
+                .get_result_and(conn, async |conn, _| {
+                    conn.batch_execute("SELECT 1 / 0").await.map_err(TransitionError::Query)
+                })
+                .await;
+            assert!(refused.is_err());
+            conn.batch_execute("INSERT INTO orders (id) VALUES (11)").await
+        })
+        .await
+        .unwrap();
+        let statuses = "(SELECT array_agg(status ORDER BY id) = '{OPEN,LOST,PAID,OPEN,OPEN,OPEN}' FROM orders)";
+        assert!(db.is(statuses).await, "{isolation}");
+        assert!(db.is("NOT EXISTS (SELECT FROM history)").await);
+    }
+}
+
+#[actix_web::test]
+async fn a_move_is_one_statement_and_none_where_the_machine_has_no_such_move() {
+    let db = db().await;
+    let conn = &mut db.connect().await;
+    let statements = Statements::of(conn);
+    let pay = || machine().transition(1, Open, Paid).set((orders::payment.eq("card"), orders::amount.eq(5)));
+    assert!(pay().raise_version().execute(conn).await.unwrap().is_applied());
+    assert_eq!(statements.sent(), 1);
+    // A repeat looks where the row is, and what it is there.
+    assert!(!pay().execute(conn).await.unwrap().is_applied());
+    assert_eq!(statements.sent(), 3);
+    assert!(machine().transition(1, Open, Shipped).execute(conn).await.is_err());
+    assert!(pay().set(orders::status.eq(Open)).execute(conn).await.is_err());
+    assert_eq!(statements.sent(), 0);
 }
 
 #[actix_web::test]

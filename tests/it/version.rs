@@ -2,12 +2,13 @@
 
 use actix_idempotency::{
     IdemTx, IfMatch, PgPool, Retry, VersionError, Versioned,
-    version::{self, BatchError, Expected, etag},
+    version::{self, BatchError, Expected, Race, Retryable, etag},
     versioned,
 };
 use actix_web::{
     HttpResponse, Result,
     error::ErrorInternalServerError,
+    http::header::{HeaderMap, HeaderValue, IF_MATCH},
     web::{self, Data, Json, Path},
 };
 use diesel::{prelude::*, result::Error as QueryError};
@@ -17,8 +18,9 @@ use reqwest::Method;
 
 use crate::support::{
     client::{Answer, RequestExt},
-    db::Db,
+    db::{Db, ISOLATIONS},
     rig::Rig,
+    statements::Statements,
 };
 
 diesel::table! {
@@ -77,6 +79,15 @@ async fn db() -> Db {
 
 async fn note(conn: &mut AsyncPgConnection, id: i64) -> Note {
     notes::table.find(id).select(Note::as_select()).get_result(conn).await.unwrap()
+}
+
+fn if_match(value: &'static str) -> IfMatch {
+    let headers: HeaderMap = [(IF_MATCH, HeaderValue::from_static(value))].into_iter().collect();
+    IfMatch::of(&headers).unwrap()
+}
+
+async fn touch(conn: &mut AsyncPgConnection, id: i64, expected: Expected) -> Result<i64, VersionError> {
+    notes::table.at(id, expected).touch().execute(conn).await
 }
 
 #[track_caller]
@@ -281,21 +292,50 @@ async fn batches_in_opposite_orders_do_not_deadlock() {
 /// In one transaction: a row, a helper that loses, another row.
 #[actix_web::test]
 async fn whoever_loses_can_go_on_in_the_same_transaction() {
+    for isolation in ISOLATIONS {
+        let db = db().await;
+        db.run("UPDATE notes SET version = 2147483647 WHERE id = 3").await;
+        let mut conn = db.connect_at(isolation).await;
+        conn.transaction(async |conn| {
+            conn.batch_execute("INSERT INTO notes (id, text) VALUES (10, 'A')").await?;
+            assert_stale(touch(conn, 1, 7.into()).await, 7, 1);
+            assert!(matches!(touch(conn, 99, 1.into()).await, Err(VersionError::Gone)));
+            assert!(matches!(touch(conn, 3, i32::MAX.into()).await, Err(VersionError::Overflow)));
+            let unreadable = if_match("\"1").into();
+            assert!(matches!(touch(conn, 1, unreadable).await, Err(VersionError::InvalidIfMatch(_))));
+            assert!(matches!(touch(conn, 1, if_match("\"7\"").into()).await, Err(VersionError::Stale { .. })));
+            assert_stale(notes::table.at(1, 7).delete().execute(conn).await, 7, 1);
+            assert!(matches!(notes::table.at(99, 7).delete().execute(conn).await, Err(VersionError::Gone)));
+            let itself = notes::table.at(1, 1).set(notes::version.eq(9)).execute(conn).await;
+            assert!(matches!(itself, Err(VersionError::SetsVersion { .. })));
+            let lost = [(1, 1), (2, 7)].map(|(id, v)| notes::table.at(id, v).set(notes::text.eq("lost")));
+            assert!(matches!(version::batch::<_, i64>(conn, lost).await, Err(BatchError::Lost(_))));
+            let given_up = Retry::new().tries(2).run(conn, async |conn| touch(conn, 1, 7.into()).await).await;
+            assert_stale(given_up, 7, 1);
+            conn.batch_execute("INSERT INTO notes (id, text) VALUES (11, 'B')").await
+        })
+        .await
+        .unwrap();
+        assert!(db.is("(SELECT array_agg(text ORDER BY id) = '{one,two,three,A,B}' FROM notes)").await, "{isolation}");
+    }
+}
+
+#[actix_web::test]
+async fn who_wins_sends_one_statement_and_only_who_loses_a_second() {
     let db = db().await;
     let conn = &mut db.connect().await;
-    conn.transaction(async |conn| {
-        conn.batch_execute("INSERT INTO notes (id, text) VALUES (10, 'A')").await?;
-        assert!(notes::table.at(1, 7).touch().execute(conn).await.is_err());
-        assert!(notes::table.at(99, 1).touch().execute(conn).await.is_err());
-        assert!(notes::table.at(1, 7).delete().execute(conn).await.is_err());
-        assert!(notes::table.at(1, 1).set(notes::version.eq(9)).execute(conn).await.is_err());
-        let lost = [(1, 1), (2, 7)].map(|(id, v)| notes::table.at(id, v).set(notes::text.eq("lost")));
-        assert!(version::batch::<_, i64>(conn, lost).await.is_err());
-        conn.batch_execute("INSERT INTO notes (id, text) VALUES (11, 'B')").await
-    })
-    .await
-    .unwrap();
-    assert!(db.is("(SELECT array_agg(text ORDER BY id) = '{one,two,three,A,B}' FROM notes)").await);
+    let statements = Statements::of(conn);
+    notes::table.at(1, 1).set(notes::text.eq("x")).execute(conn).await.unwrap();
+    assert_eq!(statements.sent(), 1);
+    assert_stale(notes::table.at(1, 1).set(notes::text.eq("y")).execute(conn).await, 1, 2);
+    assert_eq!(statements.sent(), 2);
+    assert!(notes::table.at(9, 1).delete().execute(conn).await.is_err());
+    assert_eq!(statements.sent(), 2);
+    notes::table.at(1, if_match("\"2\"")).delete().execute(conn).await.unwrap();
+    assert_eq!(statements.sent(), 1);
+    assert!(notes::table.at(2, 1).set(notes::version.eq(9)).execute(conn).await.is_err());
+    assert!(notes::table.at(2, if_match("\"")).touch().execute(conn).await.is_err());
+    assert_eq!(statements.sent(), 0);
 }
 
 #[actix_web::test]
@@ -362,9 +402,7 @@ async fn a_retry_ends() {
     assert_stale(lost, 7, 1);
     assert_eq!(attempts, 3);
     // A client that named a version has decided on what it saw.
-    let mut headers = actix_web::http::header::HeaderMap::new();
-    headers.insert(actix_web::http::header::IF_MATCH, actix_web::http::header::HeaderValue::from_static("\"7\""));
-    let if_match = IfMatch::of(&headers).unwrap();
+    let if_match = if_match("\"7\"");
     let mut attempts = 0;
     let told = Retry::new()
         .run(conn, async |conn| {
@@ -388,6 +426,32 @@ async fn a_retry_ends() {
         assert!(failed.is_err());
         assert_eq!(attempts, 1, "another error is not retried");
     }
+}
+
+#[actix_web::test]
+async fn a_lost_transaction_is_retried_unless_it_is_the_callers() {
+    let db = db().await;
+    let conn = &mut db.connect_at("serializable").await;
+    // Somebody else changes the row after the first attempt has seen it.
+    let overtaken = async |conn: &mut AsyncPgConnection, attempts: &mut i32| {
+        *attempts += 1;
+        let stars = note(conn, 1).await.version;
+        if *attempts == 1 {
+            notes::table.at(1, stars).touch().execute(&mut db.connect().await).await?;
+        }
+        diesel::update(notes::table.find(1)).set(notes::stars.eq(stars)).execute(conn).await?;
+        Ok::<_, VersionError>(())
+    };
+    let mut attempts = 0;
+    Retry::new().run(conn, async |conn| overtaken(conn, &mut attempts).await).await.unwrap();
+    assert_eq!(attempts, 2);
+    assert!(db.is("(SELECT stars = 2 FROM notes WHERE id = 1)").await);
+
+    let mut attempts = 0;
+    conn.begin_test_transaction().await.unwrap();
+    let lost = Retry::new().run(conn, async |conn| overtaken(conn, &mut attempts).await).await;
+    assert!(matches!(lost, Err(VersionError::Query(error)) if error.lost_race() == Some(Race::Transaction)));
+    assert_eq!(attempts, 1, "its snapshot would be the same");
 }
 
 #[actix_web::test]

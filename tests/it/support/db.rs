@@ -28,6 +28,9 @@ pub const THREE_DAYS_LATER: &str = "UPDATE idempotency_keys SET created_at = cre
     leased_until = leased_until - interval '3 days', completed_at = completed_at - interval '3 days',
     expires_at = expires_at - interval '3 days'";
 
+/// The lowest level and the highest, for [`Db::connect_at`].
+pub const ISOLATIONS: [&str; 2] = ["read committed", "serializable"];
+
 /// A database of a server; dropped with the value.
 pub struct Db {
     pub url: String,
@@ -115,8 +118,13 @@ impl Db {
 
     /// READ COMMITTED, whatever the server's default is: the test's own statements lose no races.
     pub async fn connect(&self) -> AsyncPgConnection {
+        self.connect_at(ISOLATIONS[0]).await
+    }
+
+    /// At another level.
+    pub async fn connect_at(&self, isolation: &str) -> AsyncPgConnection {
         let mut conn = AsyncPgConnection::establish(&self.url).await.unwrap();
-        conn.batch_execute("SET default_transaction_isolation = 'read committed'").await.unwrap();
+        conn.batch_execute(&format!("SET default_transaction_isolation = '{isolation}'")).await.unwrap();
         conn
     }
 

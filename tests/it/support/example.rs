@@ -1,4 +1,5 @@
-//! An example, built and started as its reader does it, in a process of its own.
+//! An example, built and started as its reader does it, in a process of its own; and the shell session that
+//! it advises.
 
 use std::{
     env,
@@ -8,18 +9,25 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use super::missing;
+
 /// Killed when it is dropped.
 pub struct Example {
     child: Child,
     /// `http://` and where it listens.
     pub address: String,
-    /// What it printed after that, until an empty line follows this one.
+    /// What it printed after that.
     pub advice: String,
 }
 
 impl Example {
-    /// `last` begins the paragraph that ends what it prints at its start.
-    pub fn start(name: &str, url: &str, last: &str) -> Self {
+    /// One that prints no more than where it listens.
+    pub fn start(name: &str, url: &str) -> Self {
+        Self::start_reading(name, url, None)
+    }
+
+    /// One that prints advice as well, up to the line that begins with `end`.
+    pub fn start_reading(name: &str, url: &str, end: Option<&str>) -> Self {
         let mut child = Command::new(build(name))
             .env("DATABASE_URL", url)
             .env("BIND", "127.0.0.1:0")
@@ -32,10 +40,10 @@ impl Example {
         let address = lines
             .find_map(|line| line.strip_prefix("listening on ").map(str::to_owned))
             .expect("the example should listen");
-        let advice = lines
-            .by_ref()
-            .take_while(|line| !line.starts_with(last))
-            .fold(String::new(), |all, line| all + &line + "\n");
+        let mut advice = String::new();
+        if let Some(end) = end {
+            lines.by_ref().take_while(|line| !line.starts_with(end)).for_each(|line| advice += &(line + "\n"));
+        }
         // Whatever else it prints must not fill the pipe.
         std::thread::spawn(move || lines.for_each(drop));
         Self { child, address, advice }
@@ -50,6 +58,36 @@ impl Drop for Example {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// Lines for a shell, of which some are `curl -i`.
+pub struct Session(String);
+
+impl Session {
+    /// Where there are bash and curl.
+    pub fn can_run() -> bool {
+        let is_there = |program: &&str| Command::new(program).arg("--version").output().is_ok();
+        ["bash", "curl"].iter().all(|program| is_there(program) || !missing(program))
+    }
+
+    pub fn of(lines: &str) -> Self {
+        Self(lines.to_owned())
+    }
+
+    /// Lines that were written for `localhost:8080`.
+    pub fn at(example: &Example, lines: &str) -> Self {
+        Self(lines.replace("localhost:8080", &example.address))
+    }
+
+    /// The statuses of the answers, in their order.
+    pub async fn answers(self) -> Vec<u16> {
+        let run = move || Command::new("bash").args(["-euc", &self.0]).output().unwrap();
+        let shell = actix_web::web::block(run).await.unwrap();
+        assert!(shell.status.success(), "{shell:?}");
+        let said = String::from_utf8(shell.stdout).unwrap();
+        // Bodies do not end their line.
+        said.split("HTTP/1.1 ").skip(1).map(|answer| answer[..3].parse().unwrap()).collect()
     }
 }
 

@@ -10,6 +10,7 @@
 //! - [`jobs`]: work in steps, and without a request, for server processes;
 //! - [`example::Example`]: an example of this crate, as a process of its own;
 //! - [`proxy::Proxy`]: what goes wrong between the pool and Postgres, at a chosen message;
+//! - [`statements::Statements`]: how many a connection sends;
 //! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go;
 //! - [`log`]: what the crate says through `tracing`.
 
@@ -27,6 +28,7 @@ pub mod process;
 pub mod proxy;
 pub mod rig;
 pub mod shop;
+pub mod statements;
 pub mod tour;
 
 use std::time::{Duration, Instant};
