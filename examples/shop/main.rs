@@ -69,8 +69,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// Orders live in the database alone, so that the whole request can be one transaction. With
 /// `LEASE_SECONDS` it is held by a lease instead, as requests with other effects are: to watch a takeover.
 fn policy() -> Policy {
-    // HTTP calls PUT idempotent, and by default it is not protected; a change of an order moves stock, too.
-    let policy = Policy::new().methods([Method::POST, Method::PUT]);
+    // By default PUT is not protected, since HTTP calls it idempotent; but a change of an order moves stock. What it asks
+    // for includes the version that it was decided on.
+    let policy = Policy::new().methods([Method::POST, Method::PUT]).fingerprint_header("If-Match");
     match env::var("LEASE_SECONDS").ok().and_then(|seconds| seconds.parse().ok()) {
         Some(seconds) => policy.lease(Duration::from_secs(seconds)),
         None => policy.atomic(),

@@ -270,7 +270,7 @@ impl ResponseError for DuplicateError {
             Self::Duplicate { code, detail, .. } => {
                 Refusal::new(Code::Duplicate).coded(code).detailed(*detail).error_response()
             }
-            Self::Query(error) => refuse("an insert failed", error).error_response(),
+            Self::Query(error) => refuse("a statement failed", error).error_response(),
         }
     }
 }

@@ -63,6 +63,10 @@ pub fn etag(version: impl Into<i64>) -> ETag {
 /// is given to, or from [`check`](Self::check). A handler that does other things first can call
 /// [`readable`](Self::readable).
 ///
+/// **Under an idempotency key** the version is part of what is asked for, but headers do not count unless the
+/// policy names them: [`Policy::fingerprint_header("If-Match")`](crate::Policy::fingerprint_header) makes the same
+/// change of another version 422 `key-reused`, rather than a replay of the first.
+///
 /// # Errors
 ///
 /// The extraction answers 428 to a request without `If-Match`.

@@ -96,6 +96,10 @@ fn sorted(answers: &[Answer; 2]) -> [u16; 2] {
     statuses
 }
 
+fn refused(answers: &[Answer; 2]) -> &Answer {
+    answers.iter().find(|answer| answer.status == 409).unwrap()
+}
+
 /// With a guarded stock, and a constraint that has nothing to say: the order is in no campaign.
 async fn order(pool: Data<PgPool>, quantity: Json<i32>) -> Result<HttpResponse> {
     let mut conn = connection(&pool).await?;
@@ -220,8 +224,9 @@ async fn without_the_guard_the_stock_goes_below_zero() {
     assert_eq!(stock().await, -1);
 
     rig.db.run("UPDATE products SET stock = 1 WHERE id = 1").await;
-    assert_eq!(sorted(&two_at_once(&rig, "/up", [1, 2]).await), [201, 409]);
-    assert_eq!(stock().await, 0);
+    let up = two_at_once(&rig, "/up", [1, 2]).await;
+    assert_eq!((sorted(&up), stock().await), ([201, 409], 0));
+    assert_eq!(refused(&up).code(), "not-enough");
 }
 
 async fn pay(line: Line, pool: &PgPool, id: i64) -> Result<HttpResponse> {
@@ -293,8 +298,7 @@ async fn without_the_constraint_two_requests_have_what_there_is_one_of() {
 
     let up = two_at_once(&rig, "/up", [1, 2]).await;
     assert_eq!((sorted(&up), ordered().await), ([201, 409], 1));
-    let refused = up.iter().find(|answer| answer.status == 409).unwrap();
-    assert_eq!(refused.code(), "campaign-used");
+    assert_eq!(refused(&up).code(), "campaign-used");
 
     rig.db.run(&format!("DELETE FROM orders WHERE campaign = 7; ALTER TABLE orders DROP CONSTRAINT {CAMPAIGN}")).await;
     assert_eq!((sorted(&two_at_once(&rig, "/down", [1, 2]).await), ordered().await), ([201, 201], 2));

@@ -17,8 +17,8 @@ fn lines(name: &str) -> String {
 
 async fn answers(name: &str) -> (Db, Vec<u16>) {
     let db = Db::empty().await;
-    let example = Example::start(name, &db.url);
-    let answers = Session::at(&example, &lines(name)).answers().await;
+    let example = Example::start(name, &db.url, &[]);
+    let answers = Session::at(&example, &lines(name)).answers(async || true).await;
     (db, answers)
 }
 

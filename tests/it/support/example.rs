@@ -6,32 +6,28 @@ use std::{
     io::{BufRead, BufReader},
     path::PathBuf,
     process::{Child, Command, Stdio},
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, PoisonError, mpsc},
 };
 
-use super::missing;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt};
+
+use super::{PATIENCE, eventually, missing};
 
 /// Killed when it is dropped.
 pub struct Example {
     child: Child,
     /// `http://` and where it listens.
     pub address: String,
-    /// What it printed after that.
-    pub advice: String,
+    said: mpsc::Receiver<String>,
 }
 
 impl Example {
-    /// One that prints no more than where it listens.
-    pub fn start(name: &str, url: &str) -> Self {
-        Self::start_reading(name, url, None)
-    }
-
-    /// One that prints advice as well, up to the line that begins with `end`.
-    pub fn start_reading(name: &str, url: &str, end: Option<&str>) -> Self {
+    pub fn start(name: &str, url: &str, environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new(build(name))
+            .env_remove("LEASE_SECONDS")
             .env("DATABASE_URL", url)
             .env("BIND", "127.0.0.1:0")
-            .env_remove("LEASE_SECONDS")
+            .envs(environment.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -40,17 +36,26 @@ impl Example {
         let address = lines
             .find_map(|line| line.strip_prefix("listening on ").map(str::to_owned))
             .expect("the example should listen");
-        let mut advice = String::new();
-        if let Some(end) = end {
-            lines.by_ref().take_while(|line| !line.starts_with(end)).for_each(|line| advice += &(line + "\n"));
-        }
-        // Whatever else it prints must not fill the pipe.
-        std::thread::spawn(move || lines.for_each(drop));
-        Self { child, address, advice }
+        let (says, said) = mpsc::channel();
+        // Nobody may listen, but what it prints must not fill the pipe.
+        std::thread::spawn(move || lines.for_each(|line| says.send(line).unwrap_or_default()));
+        Self { child, address, said }
     }
 
     pub fn url(&self, path: &str) -> String {
         format!("{}{path}", self.address)
+    }
+
+    /// What it prints until a line begins so.
+    pub fn advice(&self, end: &str) -> String {
+        let mut advice = String::new();
+        loop {
+            let line = self.said.recv_timeout(PATIENCE).expect("the example should say more");
+            if line.starts_with(end) {
+                return advice;
+            }
+            advice += &(line + "\n");
+        }
     }
 }
 
@@ -58,36 +63,6 @@ impl Drop for Example {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-}
-
-/// Lines for a shell, of which some are `curl -i`.
-pub struct Session(String);
-
-impl Session {
-    /// Where there are bash and curl.
-    pub fn can_run() -> bool {
-        let is_there = |program: &&str| Command::new(program).arg("--version").output().is_ok();
-        ["bash", "curl"].iter().all(|program| is_there(program) || !missing(program))
-    }
-
-    pub fn of(lines: &str) -> Self {
-        Self(lines.to_owned())
-    }
-
-    /// Lines that were written for `localhost:8080`.
-    pub fn at(example: &Example, lines: &str) -> Self {
-        Self(lines.replace("localhost:8080", &example.address))
-    }
-
-    /// The statuses of the answers, in their order.
-    pub async fn answers(self) -> Vec<u16> {
-        let run = move || Command::new("bash").args(["-euc", &self.0]).output().unwrap();
-        let shell = actix_web::web::block(run).await.unwrap();
-        assert!(shell.status.success(), "{shell:?}");
-        let said = String::from_utf8(shell.stdout).unwrap();
-        // Bodies do not end their line.
-        said.split("HTTP/1.1 ").skip(1).map(|answer| answer[..3].parse().unwrap()).collect()
     }
 }
 
@@ -108,4 +83,53 @@ fn build(name: &str) -> PathBuf {
         .filter(|artifact| artifact["target"]["name"] == name)
         .find_map(|artifact| artifact["executable"].as_str().map(PathBuf::from))
         .expect("cargo should say where it is")
+}
+
+/// Lines for a shell, of which some are `curl -i`.
+pub struct Session(String);
+
+/// Said where a reader would wait a second for the request before to have begun.
+const WAITING: &str = "waiting";
+
+impl Session {
+    /// Where there are bash and curl.
+    pub fn can_run() -> bool {
+        let is_there = |program: &&str| Command::new(program).arg("--version").output().is_ok();
+        ["bash", "curl"].iter().all(|program| is_there(program) || !missing(program))
+    }
+
+    pub fn of(lines: &str) -> Self {
+        Self(lines.replace("sleep 1;", &format!("echo; echo {WAITING}; read -r;")))
+    }
+
+    /// Lines that were written for `localhost:8080`.
+    pub fn at(example: &Example, lines: &str) -> Self {
+        Self::of(&lines.replace("localhost:8080", &example.address))
+    }
+
+    /// The statuses of the answers, in their order. The closure tells whether a request has begun.
+    pub async fn answers(self, has_begun: impl AsyncFn() -> bool) -> Vec<u16> {
+        let mut shell = tokio::process::Command::new("bash")
+            .args(["-euc", &self.0])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut stdin = shell.stdin.take().unwrap();
+        let mut lines = tokio::io::BufReader::new(shell.stdout.take().unwrap()).lines();
+        let mut said = String::new();
+        while let Some(line) = lines.next_line().await.unwrap() {
+            if line == WAITING {
+                eventually("the request before has begun", async || has_begun().await).await;
+                stdin.write_all(b"\n").await.unwrap();
+            }
+            said += &(line + "\n");
+        }
+        let status = shell.wait().await.unwrap();
+        assert!(status.success(), "{status}: {said}");
+        // A body need not end its line.
+        said.split("HTTP/1.1 ").skip(1).map(|answer| answer[..3].parse().unwrap()).collect()
+    }
 }
