@@ -23,7 +23,7 @@ async fn answers(name: &str) -> (Db, Vec<u16>) {
 }
 
 #[actix_web::test]
-async fn version() {
+async fn versions_are_shown_by_curl_as_the_example_says() {
     if !Session::can_run() {
         return;
     }
@@ -33,7 +33,7 @@ async fn version() {
 }
 
 #[actix_web::test]
-async fn transition() {
+async fn transitions_are_shown_by_curl_as_the_example_says() {
     if !Session::can_run() {
         return;
     }
