@@ -101,6 +101,7 @@ pub async fn change(
     if change.quantity < 1 {
         return Err(ShopError::Quantity);
     }
+    if_match.readable()?;
     // Locked, so that the stock moves by the difference from what the order really was.
     let before: Order = orders::table
         .find(*id)

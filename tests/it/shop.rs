@@ -11,6 +11,7 @@ use crate::support::{
     PATIENCE,
     client::{Answer, RequestExt, client},
     db::Db,
+    eventually,
     example::{Example, Session},
 };
 
@@ -272,8 +273,8 @@ async fn a_payment_that_is_told_again_is_a_success_without_history() {
     assert_refused(&shop.paid(9, "T9").answer().await, 404, "not-found");
     // Whoever has seen it before it was paid is stale, and nobody changes it any more.
     assert_eq!(shop.get("/orders/1").answer().await.header("etag"), Some("\"2\""));
-    for tag in ["\"2\"", "*"] {
-        assert_eq!(shop.change(1, 9).header("If-Match", tag).answer().await.status, 409);
+    for (tag, status) in [("\"2\"", 409), ("*", 409), ("\"2", 400)] {
+        assert_eq!(shop.change(1, 9).header("If-Match", tag).answer().await.status, status, "{tag}");
     }
     shop.assert_adds_up(1, 1000).await;
 }
@@ -330,6 +331,29 @@ async fn two_orders_of_one_campaign_are_told_so_and_take_no_stock() {
     assert_eq!(coupon().answer().await.status, 201);
     shop.db.run("DELETE FROM idempotency_keys").await;
     assert_refused(&coupon().answer().await, 409, "coupon-claimed");
+}
+
+#[actix_web::test]
+async fn a_shop_that_is_killed_in_a_change_leaves_nothing_of_it() {
+    let mut shop = Shop::open().await;
+    shop.order("a", 1, 2).answer().await;
+    let change = |shop: &Shop| shop.change(1, 5).header("If-Match", "\"1\"").key("b");
+    let cut = spawn(change(&shop).header("X-Demo-Slow-Ms", "60000").try_answer());
+    eventually("it has written the order and the stock", async || {
+        shop.db
+            .is("EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() \
+                 AND state = 'idle in transaction' AND query LIKE 'UPDATE \"products\"%')")
+            .await
+    })
+    .await;
+    shop.server.kill();
+    assert!(cut.await.unwrap().is_err());
+
+    shop.server = Example::start("shop", &shop.db.url, &[]);
+    assert_eq!((shop.get("/orders/1").answer().await.header("etag"), shop.stock(1).await), (Some("\"1\""), 998));
+    let again = insist(change(&shop)).await;
+    assert_eq!((again.status.as_u16(), again.is_replay(), shop.stock(1).await), (200, false, 995));
+    again.assert_replayed_by(&change(&shop).answer().await);
 }
 
 #[actix_web::test]

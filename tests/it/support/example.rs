@@ -57,12 +57,17 @@ impl Example {
             advice += &(line + "\n");
         }
     }
+
+    /// SIGKILL, and gone when this returns.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }
 
 impl Drop for Example {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.kill();
     }
 }
 
