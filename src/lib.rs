@@ -5,7 +5,9 @@
 //! [`Once`]: crate::Once
 //! [`Policy`]: crate::Policy
 //! [`Sweeper`]: crate::Sweeper
+//! [`inbox`]: crate::inbox
 //! [`migrations`]: crate::migrations
+//! [`outbox`]: crate::outbox
 //! [`refusal`]: crate::refusal
 //! [`telemetry`]: crate::telemetry
 //! [`transition`]: crate::transition
@@ -32,6 +34,7 @@ pub mod failpoint;
 mod fingerprint;
 pub mod guarded;
 pub mod header;
+pub mod inbox;
 mod isolation;
 mod json;
 mod keep;
@@ -40,6 +43,7 @@ mod lease;
 mod middleware;
 pub mod migrations;
 pub mod once;
+pub mod outbox;
 pub mod policy;
 pub mod pool;
 mod postgres;
@@ -64,11 +68,13 @@ pub use crate::{
     error::{Error, ErrorKind},
     extract::{IdemKey, IdemTx, MAX_STEP_NAME, MAX_STEP_RESULT, StepError},
     guarded::{Decrement, GuardedError},
+    inbox::{Handled, Inbox, InboxError, Received},
     isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
     middleware::{Idempotency, IdempotencyMiddleware},
     once::{Once, OnceError, Outcome},
+    outbox::{Event, OutboxError, Relay},
     policy::{OnCompleted, OnFailure, OnOutstanding, Part, Policy, Quota},
     pool::{PoolBuilder, pool},
     postgres::PgPool,

@@ -7,7 +7,10 @@
 //!
 //! The role that runs the service needs no more than
 //! `GRANT SELECT, INSERT, UPDATE, DELETE ON idempotency_keys TO service`, and for steps
-//! `GRANT SELECT, INSERT, UPDATE ON idempotency_steps TO service`; migrations can run under another. Another schema is chosen by `search_path`, for example
+//! `GRANT SELECT, INSERT, UPDATE ON idempotency_steps TO service`. Where it has an [`inbox`](crate::inbox) it needs the
+//! same as for keys on `idempotency_inbox` and `idempotency_inbox_attempts`, and on `idempotency_outbox` where it
+//! publishes or relays events ([`outbox`](crate::outbox)). Migrations can run under another role. Another schema is
+//! chosen by `search_path`, for example
 //! `ALTER ROLE service SET search_path = idempotency, public`.
 
 use diesel::{

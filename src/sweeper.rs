@@ -1,4 +1,4 @@
-//! Expired rows go, in small batches.
+//! Expired rows go, in small batches: those of keys, and those of an [`inbox`](crate::inbox) where there is one.
 //!
 //! An expired key is claimed anew whether or not its row has been swept: sweeping is for the size of
 //! the table, not for what is right. An engine sweeps by itself from its first claim on, every
@@ -23,7 +23,7 @@ use crate::{
     },
     error::Error,
     policy::DEFAULT_STORE_TIMEOUT,
-    postgres::{PgPool, sweep},
+    postgres::{PgPool, inbox, sweep},
     telemetry,
 };
 
@@ -34,7 +34,7 @@ pub const DEFAULT_SWEEP_BATCH: u32 = 1000;
 /// A retention of milliseconds must not make the sweeper spin.
 const MIN_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Deletes expired rows. Several at once, in one process or many, do not get in each other's way.
+/// Deletes expired rows, in the tables that there are and that its role may delete from. Several at once, in one process or many, do not get in each other's way.
 ///
 /// ```no_run
 /// # async fn example(pool: actix_idempotency::PgPool) -> Result<(), actix_idempotency::Error> {
@@ -93,13 +93,31 @@ impl Sweeper {
     pub async fn sweep_once(&self) -> Result<u64, Error> {
         let store = Store { pool: self.pool.clone() };
         let mut line = Line::default();
+        let mut swept = self.sweep(Rows::Keys, &store, &mut line).await?;
+        let looking = async { Ok(inbox::may_be_swept(line.get(&store).await?).await?) };
+        if in_time(DEFAULT_STORE_TIMEOUT, looking).await? {
+            swept += self.sweep(Rows::Marks, &store, &mut line).await?;
+            swept += self.sweep(Rows::Attempts, &store, &mut line).await?;
+        }
+        telemetry::swept(swept);
+        Ok(swept)
+    }
+
+    async fn sweep(&self, rows: Rows, store: &Store, line: &mut Line) -> Result<u64, Error> {
+        let limit = self.batch.get().into();
         let mut swept = 0;
         loop {
-            let batch = async { Ok(sweep::delete_expired(line.get(&store).await?, self.batch.get().into()).await?) };
-            let rows = in_time(DEFAULT_STORE_TIMEOUT, batch).await?;
-            swept += rows as u64;
-            if rows < self.batch.get() as usize {
-                telemetry::swept(swept);
+            let batch = async {
+                let conn = line.get(store).await?;
+                Ok(match rows {
+                    Rows::Keys => sweep::delete_expired(conn, limit).await?,
+                    Rows::Marks => inbox::delete_expired(conn, limit).await?,
+                    Rows::Attempts => inbox::delete_expired_attempts(conn, limit).await?,
+                })
+            };
+            let gone = in_time(DEFAULT_STORE_TIMEOUT, batch).await?;
+            swept += gone as u64;
+            if gone < self.batch.get() as usize {
                 return Ok(swept);
             }
         }
@@ -131,6 +149,15 @@ impl fmt::Debug for Sweeper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Sweeper").field("interval", &self.interval).field("batch", &self.batch).finish_non_exhaustive()
     }
+}
+
+/// What expires.
+#[derive(Debug, Clone, Copy)]
+enum Rows {
+    Keys,
+    /// Of messages, and how often they failed.
+    Marks,
+    Attempts,
 }
 
 #[derive(Debug)]

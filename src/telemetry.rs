@@ -33,12 +33,16 @@
 //! | `store-unavailable` | error | the store failed |
 //! | `body-failed` | error | the body of an answer failed before it was kept |
 //! | `swept` | debug | expired rows were deleted |
+//! | `message-parked` | error | a message has failed as often as it may |
+//! | `event-failed` | warn | an event of the outbox could not be delivered; it will be tried again |
+//! | `event-parked` | error | an event of the outbox was tried often enough |
+//! | `event-late` | warn | an event was delivered after its lease had lapsed: twice, most likely |
 //! | `advice` | warn | something about the set-up that should be changed |
 //! | `misconfigured` | error | the set-up, or a handler, is wrong, and a request was refused for it |
 //!
 //! Losing a race is not an error.
 
-use std::time::Instant;
+use std::{fmt::Display, time::Instant};
 
 use tracing::{Span, field};
 
@@ -119,6 +123,26 @@ pub(crate) fn body_failed(error: &dyn std::error::Error) {
 /// Expired rows went.
 pub(crate) fn swept(rows: u64) {
     tracing::debug!(target: "actix_idempotency", event = "swept", rows);
+}
+
+/// A message has failed as often as it may.
+pub(crate) fn message_parked(consumer: &str, attempts: u32) {
+    tracing::error!(target: "actix_idempotency", event = "message-parked", consumer, attempts);
+}
+
+/// An event was not delivered. The error is the user's, in the user's words.
+pub(crate) fn event_failed(id: &dyn Display, topic: &str, attempt: u32, error: &dyn Display) {
+    tracing::warn!(target: "actix_idempotency", event = "event-failed", event_id = %id, topic, attempt, error = %error);
+}
+
+/// An event will not be tried again.
+pub(crate) fn event_parked(id: &dyn Display, topic: &str, attempts: u32) {
+    tracing::error!(target: "actix_idempotency", event = "event-parked", event_id = %id, topic, attempts);
+}
+
+/// Events that somebody else has by now.
+pub(crate) fn events_late(events: usize) {
+    tracing::warn!(target: "actix_idempotency", event = "event-late", events);
 }
 
 /// Something about the set-up that the people who run the service should change.

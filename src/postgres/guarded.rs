@@ -185,3 +185,8 @@ pub(crate) fn is_serialization(error: &QueryError) -> bool {
 pub(crate) fn is_deadlock(error: &QueryError) -> bool {
     matches!(error, QueryError::DatabaseError(DatabaseErrorKind::Unknown, info) if info.message() == "deadlock detected")
 }
+
+/// 55P03, likewise: somebody held a lock for longer than `lock_timeout`.
+pub(crate) fn is_lock_timeout(error: &QueryError) -> bool {
+    matches!(error, QueryError::DatabaseError(DatabaseErrorKind::Unknown, info) if info.message().ends_with("due to lock timeout"))
+}

@@ -7,8 +7,10 @@
 pub(crate) mod decrement;
 pub(crate) mod duplicate;
 pub(crate) mod guarded;
+pub(crate) mod inbox;
 pub(crate) mod keys;
 pub(crate) mod lapsed;
+pub(crate) mod outbox;
 pub(crate) mod savepoint;
 pub(crate) mod server;
 pub(crate) mod steps;

@@ -34,6 +34,8 @@ pub enum Code {
     AlreadyCompleted,
     /// 400: the `If-Match` cannot be read.
     IfMatchInvalid,
+    /// 400: the id of a message cannot be one.
+    MessageIdInvalid,
     /// 404: no such row.
     NotFound,
     /// 409: the row has another version than the caller expected.
@@ -56,6 +58,8 @@ pub enum Code {
     KeyReused,
     /// 429: too many keys of this principal.
     QuotaExceeded,
+    /// 422: same message id, other content.
+    MessageIdReused,
     /// 422: an amount that is not positive, or too large.
     AmountInvalid,
     /// 428: no `If-Match`.
@@ -140,6 +144,8 @@ impl Code {
                 "Nothing was done; let earlier requests end, and retry with the same key."),
             Self::IfMatchInvalid => ("if-match-invalid", S::BAD_REQUEST, "If-Match is invalid",
                 "Send the ETag that a GET of the resource answered with."),
+            Self::MessageIdInvalid => ("message-id-invalid", S::BAD_REQUEST, "The message id is invalid",
+                "Nothing was done: an id is 1 to 255 bytes, without control characters and not only blanks."),
             Self::NotFound => ("not-found", S::NOT_FOUND, "There is no such resource",
                 "Nothing was done: it does not exist, or no longer."),
             Self::Stale => ("stale", S::CONFLICT, "The resource has changed",
@@ -160,6 +166,8 @@ impl Code {
                 "Nothing was done."),
             Self::KeyReused => ("key-reused", S::UNPROCESSABLE_ENTITY, "Idempotency-Key is already used",
                 "This key was used with another request. Send the request it was used with, or use a new key."),
+            Self::MessageIdReused => ("message-id-reused", S::UNPROCESSABLE_ENTITY, "The message id is already used",
+                "Nothing was done: this id belongs to a message with another content."),
             Self::AmountInvalid => ("amount-invalid", S::UNPROCESSABLE_ENTITY, "The amount is invalid",
                 "Nothing was done: an amount is 1 or more, and no more than there can be."),
             Self::IfMatchMissing => ("if-match-missing", S::PRECONDITION_REQUIRED, "If-Match is missing",

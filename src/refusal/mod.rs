@@ -15,6 +15,7 @@
 //! | 409 | `constraint-violated` | a deferred constraint failed at COMMIT | |
 //! | 400 | `if-match-invalid` | the `If-Match` cannot be read | |
 //! | 403 | `replay-forbidden` | the policy does not let this request see the stored answer | |
+//! | 400 | `message-id-invalid` | the id of a message cannot be one | |
 //! | 404 | `not-found` | there is no such row, or none that the caller may see | |
 //! | 409 | `already-completed` | by policy: it was done, and the answer is not told again | |
 //! | 409 | `stale` | the row has another version than the caller expected | |
@@ -26,6 +27,7 @@
 //! | 412 | `if-match-failed` | none of the versions in `If-Match` is the current one, which `ETag` tells | |
 //! | 413 | `body-too-large` | the body is over the request limit | |
 //! | 422 | `key-reused` | same key, other request | |
+//! | 422 | `message-id-reused` | a message id with another content than before | |
 //! | 422 | `amount-invalid` | an amount that is not positive or too large to be one | |
 //! | 428 | `if-match-missing` | the request must say which version it is about | |
 //! | 429 | `quota-exceeded` | too many keys of this principal; never for a retry | yes |

@@ -27,6 +27,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "duplicate",
             "form_token",
             "inbox",
+            "outbox",
             "once",
         ],
     ),
@@ -82,7 +83,7 @@ const MAY_NAME_ERRORS: &[&str] = &["error", "pool", "check", "postgres"];
 
 /// What a user writes beside diesel's own words: their signatures speak in its types and hand its errors
 /// on, and the statements that they make are sent in `postgres/`.
-const EXTEND_DIESEL: &[&str] = &["version", "guarded", "transition", "duplicate"];
+const EXTEND_DIESEL: &[&str] = &["version", "guarded", "transition", "duplicate", "inbox", "outbox"];
 /// Types that only signatures need.
 const IN_SIGNATURES: &[&str] = &["QueryFragment"];
 /// SQL for a migration of the user's, which nobody here sends.

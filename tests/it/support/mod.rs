@@ -3,6 +3,7 @@
 //! - [`db::Db`]: a database of its own, migrated, gone afterwards;
 //! - [`rig::Rig`]: a server in this process on a real port, with two workers and the routes of `app.rs`;
 //! - [`process::ServerProcess`]: the same server as a process of its own, to be killed;
+//! - [`worker::Worker`]: a process that consumes or relays, to be killed; [`queue`]: what it consumes from;
 //! - [`cluster::Cluster`]: a Postgres server of its own, to be stopped, configured, or its log read;
 //! - [`bouncer::Bouncer`]: a PgBouncer in front of a server;
 //! - [`tour::tour`]: once through everything, for a store that is set up in its own way;
@@ -26,10 +27,12 @@ pub mod log;
 pub mod points;
 pub mod process;
 pub mod proxy;
+pub mod queue;
 pub mod rig;
 pub mod shop;
 pub mod statements;
 pub mod tour;
+pub mod worker;
 
 use std::time::{Duration, Instant};
 

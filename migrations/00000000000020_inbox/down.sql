@@ -1,0 +1,2 @@
+DROP TABLE idempotency_inbox_attempts;
+DROP TABLE idempotency_inbox;
