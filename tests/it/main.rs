@@ -27,6 +27,7 @@ mod once;
 mod outbox;
 mod pools;
 mod proxy;
+mod rabbit;
 mod repeats;
 mod replay;
 mod schedules;

@@ -6,6 +6,7 @@
 //! - [`worker::Worker`]: a process that consumes or relays, to be killed; [`queue`]: what it consumes from;
 //! - [`cluster::Cluster`]: a Postgres server of its own, to be stopped, configured, or its log read;
 //! - [`bouncer::Bouncer`]: a PgBouncer in front of a server;
+//! - [`rabbit::Rabbit`]: a RabbitMQ, where one is asked for;
 //! - [`tour::tour`]: once through everything, for a store that is set up in its own way;
 //! - [`shop::Shop`]: orders and stock, written through `IdemTx` under every policy;
 //! - [`jobs`]: work in steps, and without a request, for server processes;
@@ -28,6 +29,7 @@ pub mod points;
 pub mod process;
 pub mod proxy;
 pub mod queue;
+pub mod rabbit;
 pub mod rig;
 pub mod shop;
 pub mod statements;
