@@ -10,6 +10,7 @@
 mod by_hand;
 mod client;
 mod cpu;
+mod inbox;
 mod once;
 mod rows;
 mod server;
@@ -72,6 +73,8 @@ const ROWS: &[Row] = &[
     Row { name: "update 100,000 rows, FOR UPDATE", path: "/bare/rows-locked/100000", method: "PUT", keys: Keys::None, against: None },
     Row { name: "update 100,000 rows, versioned", path: "/bare/rows-versioned/100000", method: "PUT", keys: Keys::None, against: Some("update 100,000 rows, FOR UPDATE") },
     Row { name: "update 100,000 rows, guarded", path: "/bare/rows-guarded/100000", method: "PUT", keys: Keys::None, against: Some("update 100,000 rows, FOR UPDATE") },
+    Row { name: "inbox: receive, order", path: "/inbox/receive", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
+    Row { name: "inbox: handle, order", path: "/inbox/handle", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
 ];
 
 struct Options {

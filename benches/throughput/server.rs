@@ -19,7 +19,7 @@ use diesel_async::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{by_hand, once, rows};
+use crate::{by_hand, inbox, once, rows};
 
 diesel::table! {
     bench_orders (id) {
@@ -166,6 +166,7 @@ pub fn serve(url: &str) {
                         .wrap(engine.with(Policy::new().atomic()))
                         .route("/order-idemtx", web::post().to(order_idemtx)),
                 )
+                .service(web::scope("/inbox").configure(inbox::routes))
                 .service(
                     web::scope("/workers").wrap(workers.clone()).route("/order-idemtx", web::post().to(order_idemtx)),
                 )
