@@ -5,8 +5,8 @@
 //!
 //!     cargo run --example inbox -- order 3                        # three orders, and an event with each
 //!     cargo run --example inbox -- relay                          # the events go to RabbitMQ
-//!     CRASH=before-ack cargo run --example inbox -- consume       # makes one invoice, and dies before it acknowledges
-//!     cargo run --example inbox -- consume                        # the first message again: a duplicate; then the others
+//!     CRASH=before-ack cargo run --example inbox -- consume       # one invoice, and it dies before it acknowledges
+//!     cargo run --example inbox -- consume                        # that message again: a duplicate; then the others
 //!     cargo run --example inbox -- show                           # 3 orders, 3 invoices
 //!
 //! Without a broker of your own: `service rabbitmq-server start`, and `AMQP_URL` where it is not the one of this
@@ -89,7 +89,6 @@ async fn consume(pool: PgPool, channel: Channel) -> Result<(), Failure> {
     let pause = std::time::Duration::from_secs(2);
     while let Ok(Some(delivery)) = tokio::time::timeout(pause, deliveries.next()).await {
         let delivery = delivery?;
-        // What has no id cannot be told from others: here it is put aside.
         let outcome = match message(&delivery) {
             Ok(message) => handle(&inbox, &pool, &delivery, message).await,
             Err(error) => Err(HandleError::Inbox(error)),
@@ -102,7 +101,7 @@ async fn consume(pool: PgPool, channel: Channel) -> Result<(), Failure> {
                 }
                 delivery.ack(BasicAckOptions::default()).await?;
             }
-            Err(HandleError::Park { .. } | HandleError::Inbox(InboxError::InvalidId(_) | InboxError::Mismatch)) => {
+            Err(error) if error.is_to_be_parked() => {
                 let properties = delivery.properties.clone();
                 channel
                     .basic_publish("".into(), PARKED.into(), BasicPublishOptions::default(), &delivery.data, properties)

@@ -34,7 +34,8 @@ pub const DEFAULT_SWEEP_BATCH: u32 = 1000;
 /// A retention of milliseconds must not make the sweeper spin.
 const MIN_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Deletes expired rows, in the tables that there are and that its role may delete from. Several at once, in one process or many, do not get in each other's way.
+/// Deletes expired rows, in the tables that there are and that its role may delete from. Several at once, in one
+/// process or many, do not get in each other's way.
 ///
 /// ```no_run
 /// # async fn example(pool: actix_idempotency::PgPool) -> Result<(), actix_idempotency::Error> {

@@ -23,7 +23,8 @@ use crate::{
 /// | `Mismatch` | park it: somebody uses one id for two messages | 422 `message-id-reused` |
 /// | `InProgress` | give it back, for later | 409 `outstanding` |
 /// | `Serialization` | give it back, for at once | 409 `serialization` |
-/// | `NoTransaction`, `TransactionMisused` | be corrected | 500 `misconfigured`, `transaction-misused`, and a log line |
+/// | `NoTransaction` | be corrected | 500 `misconfigured`, and a log line |
+/// | `TransactionMisused` | be corrected | 500 `transaction-misused`, and a log line |
 /// | `Query` | give it back | 409 `constraint-violated`, 503 `store-unavailable`, else 500 `query-failed` |
 #[derive(Debug)]
 #[non_exhaustive]
@@ -168,10 +169,11 @@ pub enum HandleError<E> {
 }
 
 impl<E> HandleError<E> {
-    /// Whether the message is to be put aside.
+    /// Whether to give the message back is useless: it has failed as often as it may, its id is none, or its id is
+    /// that of another message.
     #[must_use]
-    pub fn is_park(&self) -> bool {
-        matches!(self, Self::Park { .. })
+    pub fn is_to_be_parked(&self) -> bool {
+        matches!(self, Self::Park { .. } | Self::Inbox(InboxError::InvalidId(_) | InboxError::Mismatch))
     }
 }
 

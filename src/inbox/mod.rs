@@ -6,7 +6,7 @@
 //! neither:
 //!
 //! ```no_run
-//! use actix_idempotency::inbox::{HandleError, Handled, Inbox};
+//! use actix_idempotency::inbox::{Handled, Inbox};
 //! use diesel::prelude::*;
 //! use diesel_async::{AsyncPgConnection, RunQueryDsl};
 //!
@@ -26,7 +26,7 @@
 //!         .await;
 //!     match handled {
 //!         Ok(Handled::Handled(()) | Handled::Duplicate) => delivery.ack().await, // after the commit
-//!         Err(HandleError::Park { .. }) => delivery.park().await,
+//!         Err(error) if error.is_to_be_parked() => delivery.park().await,
 //!         Err(_) => delivery.give_back().await,
 //!     }
 //! }

@@ -30,8 +30,8 @@ where
     Fut: Future<Output = Result<(), E>>,
     E: Into<Box<dyn StdError + Send + Sync>>,
 {
-    /// Until nothing more is due and nothing is being delivered. Where the store fails, nothing more is claimed, and what is
-    /// being delivered has its time all the same.
+    /// Until nothing more is due and nothing is being delivered. Where the store fails, nothing more is claimed,
+    /// and what is being delivered has its time all the same.
     pub(super) async fn round(&self, line: &mut Line, stopped: &CancellationToken) -> Result<Relayed, Error> {
         let (mut relayed, mut failed) = (Relayed::default(), None);
         let mut running = FuturesUnordered::new();

@@ -30,6 +30,10 @@ use crate::support::{
 
 const SECOND: Duration = Duration::from_secs(1);
 
+/// No session is inside a transaction: the server has ended those of the dead.
+const NOBODY_IDLE: &str =
+    "NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%')";
+
 type Outcome<T> = Result<Handled<T>, HandleError<InboxError>>;
 
 fn inbox() -> Inbox {
@@ -201,6 +205,7 @@ async fn a_message_without_an_id_is_no_duplicate_of_another_one() {
             matches!(refused, Err(HandleError::Inbox(InboxError::InvalidId(invalid))) if invalid == why),
             "{id:?}: {refused:?}"
         );
+        assert!(refused.as_ref().unwrap_err().is_to_be_parked());
         assert!(!format!("{refused:?}").contains('\n'));
     }
     assert_eq!((db.all_effects().await, marks(&db).await), (0, 0));
@@ -414,11 +419,11 @@ async fn what_fails_too_often_is_to_be_parked_until_it_is_forgiven() {
     for attempt in 1..=2 {
         let failed = fail(&inbox, conn, "m1").await.unwrap_err();
         assert!(matches!(failed, HandleError::Failed { attempts: Some(n), .. } if n == attempt), "{failed:?}");
-        assert!(!failed.is_park());
+        assert!(!failed.is_to_be_parked());
     }
     let parked = fail(&inbox, conn, "m1").await.unwrap_err();
     assert!(matches!(parked, HandleError::Park { error: Some(_), attempts: 3 }), "{parked:?}");
-    assert!(parked.is_park());
+    assert!(parked.is_to_be_parked());
     // Not run any more, though it would succeed; and other messages are not concerned.
     let again = handle(&inbox, conn, "m1").await.unwrap_err();
     assert!(matches!(again, HandleError::Park { error: None, attempts: 3 }), "{again:?}");
@@ -781,7 +786,7 @@ async fn a_consumer_that_is_dropped_anywhere_leaves_effect_and_mark_or_neither()
         drop(conn);
         assert_usable(&pool, 1).await;
         eventually("the server has ended it", || {
-            db.is("NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%')")
+            db.is(NOBODY_IDLE)
         })
         .await;
         let marked = format!("SELECT count(*) AS value FROM idempotency_inbox WHERE message_id = '{id}'");
@@ -900,7 +905,7 @@ async fn a_consumer_that_is_killed_anywhere_has_done_everything_once_or_nothing(
             doomed.stopped_at(point).await;
             doomed.kill();
             eventually("the server has ended its transaction", || {
-                db.is("NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%')")
+                db.is(NOBODY_IDLE)
             })
             .await;
             assert_eq!(db.effects(point).await, i64::from(is_done), "{point}");
