@@ -608,7 +608,7 @@ async fn from_the_outbox_to_the_inbox_one_effect_whoever_is_killed() {
         db.run(LATER).await;
         let published = published.into_inner();
         eventually("all are handled", || async {
-            db.run(LATER).await;
+            assert!(!living.1.is_finished(), "the consumer in this process should live");
             events(&db).await == 0 && queue::length(&db).await == 0
         })
         .await;

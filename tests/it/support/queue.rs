@@ -8,7 +8,7 @@ use diesel::{
     OptionalExtension, QueryResult, QueryableByName,
     sql_types::{BigInt, Text},
 };
-use diesel_async::{AsyncPgConnection, RunQueryDsl};
+use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl, SimpleAsyncConnection, TransactionManager};
 
 use super::db::Db;
 
@@ -32,12 +32,10 @@ pub struct Delivery {
 }
 
 pub async fn send(conn: &mut AsyncPgConnection, message_id: &str, body: &str) -> QueryResult<()> {
-    diesel::sql_query("INSERT INTO queue (message_id, body) VALUES ($1, $2)")
+    let insert = diesel::sql_query("INSERT INTO queue (message_id, body) VALUES ($1, $2)")
         .bind::<Text, _>(message_id)
-        .bind::<Text, _>(body)
-        .execute(conn)
-        .await
-        .map(drop)
+        .bind::<Text, _>(body);
+    brokered(conn, async |conn| insert.execute(conn).await).await.map(drop)
 }
 
 /// What a relay of the tests does: the event's id is the message's.
@@ -47,30 +45,36 @@ pub async fn send_event(conn: &mut AsyncPgConnection, event: &Event) -> QueryRes
 
 /// The next message, which nobody else gets for 300 ms.
 pub async fn receive(conn: &mut AsyncPgConnection) -> QueryResult<Option<Delivery>> {
-    diesel::sql_query(
+    let update = diesel::sql_query(
         "UPDATE queue SET deliveries = deliveries + 1, visible_at = clock_timestamp() + interval '300 ms' \
          WHERE place = (SELECT place FROM queue WHERE visible_at <= clock_timestamp() ORDER BY place LIMIT 1 \
          FOR UPDATE SKIP LOCKED) RETURNING place, message_id, body",
-    )
-    .get_result(conn)
-    .await
-    .optional()
+    );
+    brokered(conn, async |conn| update.get_result(conn).await.optional()).await
 }
 
 pub async fn acknowledge(conn: &mut AsyncPgConnection, delivery: &Delivery) -> QueryResult<()> {
-    diesel::sql_query("DELETE FROM queue WHERE place = $1")
-        .bind::<BigInt, _>(delivery.place)
-        .execute(conn)
-        .await
-        .map(drop)
+    let delete = diesel::sql_query("DELETE FROM queue WHERE place = $1").bind::<BigInt, _>(delivery.place);
+    brokered(conn, async |conn| delete.execute(conn).await).await.map(drop)
 }
 
 pub async fn give_back(conn: &mut AsyncPgConnection, delivery: &Delivery) -> QueryResult<()> {
-    diesel::sql_query("UPDATE queue SET visible_at = clock_timestamp() WHERE place = $1")
-        .bind::<BigInt, _>(delivery.place)
-        .execute(conn)
-        .await
-        .map(drop)
+    let update = diesel::sql_query("UPDATE queue SET visible_at = clock_timestamp() WHERE place = $1")
+        .bind::<BigInt, _>(delivery.place);
+    brokered(conn, async |conn| update.execute(conn).await).await.map(drop)
+}
+
+/// A broker has no isolation level: whatever the default, its statements lose no races.
+async fn brokered<T: Send>(
+    conn: &mut AsyncPgConnection,
+    statement: impl AsyncFnOnce(&mut AsyncPgConnection) -> QueryResult<T>,
+) -> QueryResult<T> {
+    type Manager = <AsyncPgConnection as AsyncConnection>::TransactionManager;
+    Manager::begin_transaction(conn).await?;
+    conn.batch_execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").await?;
+    let outcome = statement(conn).await?;
+    Manager::commit_transaction(conn).await?;
+    Ok(outcome)
 }
 
 /// How many messages are there, received or not.
