@@ -44,8 +44,9 @@ statement! {
         ") WITH ORDINALITY AS m (id, fingerprint, place) WHERE patience.value IS NOT NULL ORDER BY m.place \
          ON CONFLICT (consumer, message_id) DO NOTHING RETURNING message_id), \
          marked AS MATERIALIZED (SELECT coalesce(array_agg(m.message_id), '{}') AS ids, \
-         coalesce(array_agg(a.attempts), '{}') AS attempts FROM mark AS m LEFT JOIN idempotency_inbox_attempts AS a \
-         ON a.consumer = ", (consumer: Text), " AND a.message_id = m.message_id) \
+         coalesce(array_agg(a.attempts), '{}') AS attempts FROM mark AS m LEFT JOIN LATERAL (SELECT attempts \
+         FROM idempotency_inbox_attempts WHERE consumer = ", (consumer: Text),
+        " AND message_id = m.message_id LIMIT 1) AS a ON true) \
          SELECT marked.ids, marked.attempts, \
          set_config('lock_timeout', CASE WHEN marked.ids IS NOT NULL THEN before.value END, true) FROM marked, before",
     ]
@@ -72,11 +73,13 @@ pub(crate) async fn mark(
 }
 
 statement! {
+    /// One by one, through the index: a plan for the whole list would be made while the table is small, and kept.
     struct Look { consumer: str, ids: &'a [&'a str] }
     returns (Text, Nullable<Binary>);
     [
-        "SELECT message_id, fingerprint FROM idempotency_inbox WHERE consumer = ", (consumer: Text),
-        " AND message_id = ANY (", (ids: Array<Text>), ")",
+        "SELECT m.id, i.fingerprint FROM unnest(", (ids: Array<Text>), ") AS m (id) CROSS JOIN LATERAL \
+         (SELECT fingerprint FROM idempotency_inbox WHERE consumer = ", (consumer: Text),
+        " AND message_id = m.id LIMIT 1) AS i",
     ]
 }
 
@@ -96,11 +99,12 @@ statement! {
     struct Done { consumer: str, ids: &'a [&'a str] }
     returns Bool;
     [
-        "WITH marked AS MATERIALIZED (SELECT count(*) = cardinality(", (ids: Array<Text>),
-        ") AS are_all FROM idempotency_inbox WHERE consumer = ", (consumer: Text), " AND message_id = ANY (",
-        (ids: Array<Text>), ")), \
-         failed AS MATERIALIZED (SELECT message_id FROM idempotency_inbox_attempts WHERE consumer = ",
-        (consumer: Text), " AND message_id = ANY (", (ids: Array<Text>), ") FOR UPDATE SKIP LOCKED), \
+        "WITH marked AS MATERIALIZED (SELECT count((SELECT 1 FROM idempotency_inbox WHERE consumer = ",
+        (consumer: Text), " AND message_id = m.id)) = cardinality(", (ids: Array<Text>), ") AS are_all FROM unnest(",
+        (ids: Array<Text>), ") AS m (id)), \
+         failed AS MATERIALIZED (SELECT a.message_id FROM unnest(", (ids: Array<Text>), ") AS m (id) \
+         CROSS JOIN LATERAL (SELECT message_id FROM idempotency_inbox_attempts WHERE consumer = ", (consumer: Text),
+        " AND message_id = m.id LIMIT 1 FOR UPDATE SKIP LOCKED) AS a), \
          done AS (DELETE FROM idempotency_inbox_attempts AS a USING failed, marked WHERE a.consumer = ",
         (consumer: Text), " AND a.message_id = failed.message_id AND marked.are_all) SELECT are_all FROM marked",
     ]

@@ -785,10 +785,7 @@ async fn a_consumer_that_is_dropped_anywhere_leaves_effect_and_mark_or_neither()
         drop(handling);
         drop(conn);
         assert_usable(&pool, 1).await;
-        eventually("the server has ended it", || {
-            db.is(NOBODY_IDLE)
-        })
-        .await;
+        eventually("the server has ended it", || db.is(NOBODY_IDLE)).await;
         let marked = format!("SELECT count(*) AS value FROM idempotency_inbox WHERE message_id = '{id}'");
         assert_eq!(db.number(&marked).await, db.effects(&id).await, "dropped after {polls} polls");
         let mut conn = pool.get().await.unwrap();
@@ -904,10 +901,7 @@ async fn a_consumer_that_is_killed_anywhere_has_done_everything_once_or_nothing(
             queue::send(conn, point, point).await.unwrap();
             doomed.stopped_at(point).await;
             doomed.kill();
-            eventually("the server has ended its transaction", || {
-                db.is(NOBODY_IDLE)
-            })
-            .await;
+            eventually("the server has ended its transaction", || db.is(NOBODY_IDLE)).await;
             assert_eq!(db.effects(point).await, i64::from(is_done), "{point}");
             assert_eq!(queue::length(&db).await, i64::from(again), "{point}");
             let next = consumer(&db.url);
