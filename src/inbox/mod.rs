@@ -66,8 +66,9 @@
 //! The closure's error rolls everything back, and the mark with it: the next delivery runs. The failed attempt
 //! is counted afterwards, in a transaction of its own. After [`Inbox::max_attempts`] the consumer is told to
 //! [park](HandleError::Park) it, and from then on it is not run again until [`Inbox::forgive`]. A panic counts
-//! as well, and goes on. A process that dies, or a future that is dropped, counts nothing: limit the redeliveries
-//! of your broker too (`x-delivery-limit` of RabbitMQ's quorum queues).
+//! as well, and goes on. So does an error of the closure that is a lost race (40001): where the default isolation is
+//! SERIALIZABLE, allow more attempts. A process that dies, or a future that is dropped, counts nothing: limit the
+//! redeliveries of your broker too (`x-delivery-limit` of RabbitMQ's quorum queues).
 
 mod batch;
 mod error;
