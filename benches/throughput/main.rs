@@ -1,7 +1,7 @@
 //! What protection costs: requests per second and CPU per request, side by side in one run.
 //!
 //!     ./with-postgres cargo bench
-//!     ./with-postgres cargo bench -- --clients 1,8,32 --seconds 2 --rounds 5 --only atomic
+//!     ./with-postgres cargo bench -- --clients 1,8,32 --seconds 2 --rounds 5 --only SELECT,replay
 //!
 //! A server process with two workers and a pool of ten, Postgres, and this process as the clients share the
 //! machine. Within a round every row runs once, so that a noisy minute hits all of them; the figures are
@@ -47,7 +47,9 @@ const ROWS: &[Row] = &[
     Row { name: "GET, bare", path: "/bare/hello", method: "GET", keys: Keys::None, against: None },
     Row { name: "GET, passed through", path: "/wrapped/hello", method: "GET", keys: Keys::None, against: Some("GET, bare") },
     Row { name: "SELECT by primary key", path: "/bare/select", method: "GET", keys: Keys::None, against: None },
+    Row { name: "POST answered by SELECT", path: "/bare/select", method: "POST", keys: Keys::Same, against: Some("SELECT by primary key") },
     Row { name: "replay", path: "/wrapped/order", method: "POST", keys: Keys::Same, against: Some("SELECT by primary key") },
+    Row { name: "replay: against POST", path: "/wrapped/order", method: "POST", keys: Keys::Same, against: Some("POST answered by SELECT") },
     Row { name: "order, bare", path: "/bare/order", method: "POST", keys: Keys::None, against: None },
     Row { name: "claim, order, complete by hand", path: "/bare/order-by-hand", method: "POST", keys: Keys::Fresh, against: Some("order, bare") },
     Row { name: "order, fresh key", path: "/wrapped/order", method: "POST", keys: Keys::Fresh, against: Some("claim, order, complete by hand") },
@@ -133,7 +135,8 @@ async fn run(url: &str, options: &Options) {
     );
     let address = server::address_of(&mut server.0);
     let mut database = AsyncPgConnection::establish(url).await.expect("a connection");
-    let rows: Vec<&Row> = ROWS.iter().filter(|row| row.name.contains(&options.only)).collect();
+    let rows: Vec<&Row> =
+        ROWS.iter().filter(|row| options.only.split(',').any(|part| row.name.contains(part))).collect();
     for &clients in &options.clients {
         let mut samples: HashMap<&str, Vec<Sample>> = HashMap::new();
         // The first round warms up and does not count.

@@ -96,6 +96,11 @@ async fn select(pool: Data<PgPool>) -> Result<HttpResponse> {
     Ok(HttpResponse::Ok().json(order))
 }
 
+/// The request of an order, answered by what is there already.
+async fn select_for_order(pool: Data<PgPool>, _new: Json<NewOrder>) -> Result<HttpResponse> {
+    select(pool).await
+}
+
 async fn order(pool: Data<PgPool>, new: Json<NewOrder>) -> Result<HttpResponse> {
     let order = {
         let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
@@ -146,6 +151,7 @@ pub fn serve(url: &str) {
                     web::scope("/bare")
                         .route("/hello", web::get().to(hello))
                         .route("/select", web::get().to(select))
+                        .route("/select", web::post().to(select_for_order))
                         .route("/order", web::post().to(order))
                         .route("/order-tx", web::post().to(order_tx))
                         .route("/order-by-hand", web::post().to(by_hand::order))

@@ -6,8 +6,9 @@
 //! transaction that the statement is.
 
 use diesel::{
-    QueryResult, Queryable,
-    sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text},
+    QueryResult, Queryable, deserialize,
+    pg::{Pg, data_types::PgTimestamp},
+    sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text, Timestamptz},
 };
 use diesel_async::RunQueryDsl;
 
@@ -83,7 +84,7 @@ pub(crate) async fn insert(conn: &mut AsyncPgConnection, new: &NewClaim<'_>) -> 
 }
 
 /// A row as a claim sees it.
-#[derive(Debug, Queryable)]
+#[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) fingerprint: Vec<u8>,
     pub(crate) recipe: Vec<u8>,
@@ -104,22 +105,76 @@ pub(crate) struct Row {
     pub(crate) expires_in_ms: Option<i64>,
 }
 
+/// The columns of a [`Row`], with the database's time behind them: what follows from times is cheaper to
+/// compute here than in a statement.
+pub(crate) type RowColumns = (
+    Binary,
+    Binary,
+    SmallInt,
+    Text,
+    Binary,
+    Integer,
+    Binary,
+    Nullable<SmallInt>,
+    Nullable<Array<Text>>,
+    Nullable<Array<Binary>>,
+    Nullable<Binary>,
+    Nullable<SmallInt>,
+    (Timestamptz, Timestamptz, Nullable<Timestamptz>, Nullable<Timestamptz>, Timestamptz),
+);
+
+pub(crate) const ROW_COLUMNS: &str = "k.fingerprint, k.recipe, k.recipe_version, k.state, k.owner, k.attempt, k.seed, \
+     k.status, k.header_names, k.header_values, k.body, k.snapshot_version, k.created_at, k.leased_until, \
+     k.completed_at, k.expires_at, clock_timestamp()";
+
+impl Queryable<RowColumns, Pg> for Row {
+    #[rustfmt::skip]
+    type Row = (
+        Vec<u8>, Vec<u8>, i16, String, Vec<u8>, i32, Vec<u8>, Option<i16>, Option<Vec<String>>, Option<Vec<Vec<u8>>>,
+        Option<Vec<u8>>, Option<i16>,
+        (PgTimestamp, PgTimestamp, Option<PgTimestamp>, Option<PgTimestamp>, PgTimestamp),
+    );
+
+    fn build(row: Self::Row) -> deserialize::Result<Self> {
+        #[rustfmt::skip]
+        let (
+            fingerprint, recipe, recipe_version, state, owner, attempt, seed, status, header_names, header_values,
+            body, snapshot_version, (created_at, leased_until, completed_at, expires_at, now),
+        ) = row;
+        // Microseconds; infinity is the largest number there is, and stays so.
+        let left = |until: i64| until.saturating_sub(now.0);
+        let retention = expires_at.map(|expires_at| expires_at.0.saturating_sub(created_at.0));
+        let ended = completed_at.unwrap_or(leased_until).0;
+        Ok(Self {
+            lease_left_ms: if leased_until.0 == i64::MAX { i64::MAX } else { ceil_ms(left(leased_until.0)) },
+            expired: retention.is_some_and(|retention| left(ended.saturating_add(retention)) <= 0),
+            expires_in_ms: completed_at
+                .zip(retention)
+                .map(|(completed_at, retention)| ceil_ms(left(completed_at.0.saturating_add(retention)))),
+            fingerprint,
+            recipe,
+            recipe_version,
+            state,
+            owner,
+            attempt,
+            seed,
+            status,
+            header_names,
+            header_values,
+            body,
+            snapshot_version,
+        })
+    }
+}
+
+fn ceil_ms(us: i64) -> i64 {
+    us.div_euclid(1000) + i64::from(us.rem_euclid(1000) > 0)
+}
+
 statement! {
     struct Look { id: [u8] }
-    returns (
-        Binary, Binary, SmallInt, Text, Binary, Integer, Binary, BigInt, Bool, Nullable<SmallInt>,
-        Nullable<Array<Text>>, Nullable<Array<Binary>>, Nullable<Binary>, Nullable<SmallInt>, Nullable<BigInt>,
-    );
-    [
-        "SELECT fingerprint, recipe, recipe_version, state, owner, attempt, seed, \
-         CASE WHEN isfinite(leased_until) \
-         THEN ceil(extract(epoch FROM leased_until - clock_timestamp()) * 1000)::bigint ELSE 9223372036854775807 END, \
-         coalesce(coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp(), false), \
-         status, header_names, header_values, body, snapshot_version, \
-         ceil(extract(epoch FROM completed_at + (expires_at - created_at) - clock_timestamp()) * 1000)::bigint \
-         FROM idempotency_keys WHERE id = ",
-        (id: Binary),
-    ]
+    returns RowColumns;
+    ["SELECT ", ROW_COLUMNS, " FROM idempotency_keys AS k WHERE k.id = ", (id: Binary)]
 }
 
 /// Never waits for a lock, and writes nothing.

@@ -12,7 +12,7 @@ use diesel_async::{AnsiTransactionManager, AsyncConnection, RunQueryDsl, SimpleA
 
 use super::{
     AsyncPgConnection,
-    keys::{Answer, NewClaim, Row},
+    keys::{Answer, NewClaim, ROW_COLUMNS, Row, RowColumns},
     statement,
 };
 
@@ -210,25 +210,10 @@ pub(crate) async fn is_marked(conn: &AsyncPgConnection, mark: &str) -> QueryResu
 
 statement! {
     struct TryLockAndLook { lock: i64, id: [u8] }
-    returns (
-        Bool,
-        Nullable<(
-            Binary, Binary, SmallInt, Text, Binary, Integer, Binary, BigInt, Bool, Nullable<SmallInt>,
-            Nullable<Array<Text>>, Nullable<Array<Binary>>, Nullable<Binary>, Nullable<SmallInt>, Nullable<BigInt>,
-        )>,
-    );
+    returns (Bool, Nullable<RowColumns>);
     [
-        "SELECT pg_try_advisory_xact_lock(", (lock: BigInt), "), \
-         k.fingerprint, k.recipe, k.recipe_version, k.state, k.owner, k.attempt, k.seed, \
-         CASE WHEN isfinite(k.leased_until) \
-         THEN ceil(extract(epoch FROM k.leased_until - clock_timestamp()) * 1000)::bigint \
-         WHEN k.id IS NOT NULL THEN 9223372036854775807 END, \
-         CASE WHEN k.id IS NOT NULL THEN \
-         coalesce(coalesce(k.completed_at, k.leased_until) + (k.expires_at - k.created_at) <= clock_timestamp(), false) \
-         END, k.status, k.header_names, k.header_values, k.body, k.snapshot_version, \
-         ceil(extract(epoch FROM k.completed_at + (k.expires_at - k.created_at) - clock_timestamp()) * 1000)::bigint \
-         FROM (SELECT) AS one LEFT JOIN idempotency_keys AS k ON k.id = ",
-        (id: Binary),
+        "SELECT pg_try_advisory_xact_lock(", (lock: BigInt), "), ", ROW_COLUMNS,
+        " FROM (SELECT) AS one LEFT JOIN idempotency_keys AS k ON k.id = ", (id: Binary),
     ]
 }
 
