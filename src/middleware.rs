@@ -449,7 +449,8 @@ where
     async fn spawn(self: Rc<Self>, request: ServiceRequest) -> ActixResult<Turn<B>> {
         let engine = Arc::clone(&self.case.engine);
         let span = self.case.span.clone();
-        let turn = engine.tasks.track_future(Rc::clone(&self).turn(request).instrument(span));
+        // Boxed here and where a branch is rare: a future is copied as a whole whenever it is handed on.
+        let turn = engine.tasks.track_future(Rc::clone(&self).turn(request).boxed_local().instrument(span));
         match actix_web::rt::spawn(failpoint::cuttable(self.case.ask.key.as_str(), turn)).await {
             Ok(turn) => turn,
             // The worker is being torn down, or the handler panicked while it was dropped.
@@ -461,7 +462,7 @@ where
         let Case { engine, policy, ask, .. } = &self.case;
         failpoint::reach("before-claim");
         let claim = if policy.is_atomic {
-            atomic::claim(engine, ask, policy).await
+            atomic::claim(engine, ask, policy).boxed_local().await
         } else {
             claim::claim(engine, ask, policy).await
         };
@@ -470,12 +471,12 @@ where
                 lease.start(policy.without_answer());
                 let key = IdemKey::leased(ask, &lease, engine, policy);
                 let slot = Slot::lazy(engine, policy, Some(&lease));
-                return self.run(Hold::Lease(lease), key, slot, request).await.map(Turn::Answered);
+                return self.run(Hold::Lease(lease), key, slot, request).boxed_local().await.map(Turn::Answered);
             }
             Ok(Claim::Atomic(atomic, transaction)) => {
                 let key = IdemKey::atomic(ask);
                 let slot = Slot::ready(engine, policy, transaction);
-                return self.run(Hold::Atomic(atomic), key, slot, request).await.map(Turn::Answered);
+                return self.run(Hold::Atomic(atomic), key, slot, request).boxed_local().await.map(Turn::Answered);
             }
             Ok(Claim::Outstanding { lease_left }) => return Ok(Turn::Outstanding(request, lease_left)),
             Ok(Claim::Replay(stored)) => self.case.replay(request.request(), stored),
