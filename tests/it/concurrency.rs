@@ -551,9 +551,9 @@ async fn fifty_waiters_cost_one_statement_per_tick_and_no_connection_of_the_pool
         until_waiting(id, 10).await;
     }
     // Each looks a second time once it is seated.
-    eventually("all are seated", || async { calls(&rig.db, "SELECT fingerprint%").await == 100 }).await;
+    eventually("all are seated", || async { calls(&rig.db, "SELECT k.fingerprint%").await == 100 }).await;
     let polls = async || calls(&rig.db, "%AS waited (id, lock)%").await;
-    let claims = async || calls(&rig.db, "SELECT fingerprint%").await + calls(&rig.db, "%INSERT INTO%").await;
+    let claims = async || calls(&rig.db, "SELECT k.fingerprint%").await + calls(&rig.db, "%INSERT INTO%").await;
     let began = Instant::now();
     let before = (polls().await, claims().await);
     sleep(Duration::from_secs(1)).await;
