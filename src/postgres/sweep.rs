@@ -6,11 +6,12 @@ use diesel_async::RunQueryDsl;
 use super::{AsyncPgConnection, statement};
 
 statement! {
-    /// `expires_at` is a lower bound that the index finds; the second condition decides. An
-    /// outstanding row expires by the end of its lease, so that a live one is never touched.
+    /// `expires_at` is a lower bound that the index finds, by `now()`: a time that moves on within the
+    /// statement would be compared with every row of it. The second condition decides. An outstanding row
+    /// expires by the end of its lease, so that a live one is never touched.
     struct DeleteExpired { limit: i64 }
     [
-        "WITH expired AS MATERIALIZED (SELECT id FROM idempotency_keys WHERE expires_at <= clock_timestamp() \
+        "WITH expired AS MATERIALIZED (SELECT id FROM idempotency_keys WHERE expires_at <= now() \
          AND coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp() \
          ORDER BY expires_at LIMIT ", (limit: BigInt), " FOR UPDATE SKIP LOCKED) \
          DELETE FROM idempotency_keys AS k USING expired WHERE k.id = expired.id",
