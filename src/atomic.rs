@@ -114,11 +114,15 @@ enum Opened {
 
 async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Opened, Error> {
     let mut transaction = Transaction::begin(engine, policy).await?;
-    let look = async { Ok(transactions::try_lock_and_look(transaction.conn_mut(), ask.id.lock(), &ask.id.0).await?) };
-    let (locked, row) = in_time(policy.store_timeout, look).await?;
+    let look = async {
+        let (lock, id) = (ask.id.lock(), &ask.id.0);
+        Ok(transactions::try_lock_and_look(transaction.conn_mut(), lock, id, ask.not_after).await?)
+    };
+    let (locked, in_good_time, row) = in_time(policy.store_timeout, look).await?;
     let seen = row.as_ref().map(Seen::of);
     let counts = seen.is_none() && policy.quota != Quota::default();
     let told = match row.map(|row| told_by(row, ask, policy)).transpose()?.flatten() {
+        None if locked && !in_good_time => Claim::TokenExpired,
         None if locked && counts && is_full(&mut transaction, ask, policy).await? => Claim::QuotaExceeded,
         None if locked => return Ok(Opened::Ours(transaction, seen)),
         None => outstanding(),

@@ -1,6 +1,6 @@
 //! The request body, read whole before anything is claimed, and put back.
 
-use std::iter;
+use std::{iter, pin::pin};
 
 use actix_web::{
     HttpMessage,
@@ -9,8 +9,15 @@ use actix_web::{
     http::header,
     web::{Bytes, BytesMut},
 };
-use futures_util::{StreamExt, stream};
-use tokio::time::timeout;
+use futures_util::{
+    StreamExt,
+    future::{Either, select},
+    stream,
+};
+use tokio::{
+    sync::mpsc::{UnboundedReceiver, unbounded_channel},
+    time::timeout,
+};
 
 use crate::{policy::Policy, refusal::Code};
 
@@ -29,6 +36,49 @@ pub(crate) async fn read(request: &mut ServiceRequest, policy: &Policy) -> Resul
     let encoded = request.headers().contains_key(header::CONTENT_ENCODING);
     request.set_payload(if encoded { in_pieces(body.clone()) } else { Payload::from(body.clone()) });
     Ok(Some(body))
+}
+
+/// Lets `reader` see how a body that is streamed through begins, at most `limit` bytes of it, and puts those
+/// back. The stream that it is given ends where the body or the limit does.
+pub(crate) async fn peek<T, R>(
+    request: &mut ServiceRequest,
+    policy: &Policy,
+    limit: usize,
+    reader: impl FnOnce(UnboundedReceiver<Bytes>) -> R,
+) -> Result<T, Code>
+where
+    R: Future<Output = T>,
+{
+    let mut payload = request.take_payload();
+    let mut seen: Vec<Result<Bytes, PayloadError>> = Vec::new();
+    let (pieces, received) = unbounded_channel();
+    let feed = async {
+        let mut length = 0;
+        while length < limit {
+            let Some(piece) = payload.next().await else { break };
+            if let Ok(bytes) = &piece {
+                length += bytes.len();
+                // Whoever has read enough has gone.
+                let _ = pieces.send(bytes.clone());
+            }
+            let failed = piece.is_err();
+            seen.push(piece);
+            if failed {
+                break;
+            }
+        }
+        drop(pieces);
+    };
+    let read = async {
+        let (feed, reader) = (pin!(feed), pin!(reader(received)));
+        match select(reader, feed).await {
+            Either::Left((read, _)) => read,
+            Either::Right(((), reader)) => reader.await,
+        }
+    };
+    let read = timeout(policy.body_timeout, read).await.map_err(|_| Code::BodyTimeout);
+    request.set_payload(Payload::Stream { payload: Box::pin(stream::iter(seen).chain(payload)) });
+    read
 }
 
 /// Whoever decodes a body decodes a piece of it whole before an extractor can count what comes out, and

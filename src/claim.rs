@@ -29,7 +29,7 @@ use crate::{
         AsyncPgConnection,
         keys::{self, NewClaim, Row, Takeover},
     },
-    scope::{KeyId, Scope, readable},
+    scope::{Domain, KeyId, Scope, readable},
     snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
     source::Found,
     telemetry::{self, Event},
@@ -47,16 +47,24 @@ pub(crate) struct Ask {
     pub(crate) key: IdempotencyKey,
     pub(crate) scope: Scope,
     pub(crate) fingerprint: Fingerprint,
+    /// When the key can no longer be claimed, in milliseconds since 1970, by the database's clock.
+    pub(crate) not_after: Option<i64>,
 }
 
 impl Ask {
     pub(crate) fn new(found: Found, scope: Scope, fingerprint: Fingerprint) -> Self {
-        Self { id: scope.id(&found.source, &found.key), key: found.key, scope, fingerprint }
+        let id = scope.id(&found.source, &found.key);
+        Self { id, key: found.key, scope, fingerprint, not_after: found.form.map(|form| form.not_after) }
+    }
+
+    /// Whether the key is a form token.
+    pub(crate) fn is_of_a_form(&self) -> bool {
+        self.scope.domain() == Domain::Token
     }
 
     /// Of a plain function.
     pub(crate) fn of_function(key: IdempotencyKey, scope: Scope, fingerprint: Fingerprint) -> Self {
-        Self { id: scope.id("", &key), key, scope, fingerprint }
+        Self { id: scope.id("", &key), key, scope, fingerprint, not_after: None }
     }
 }
 
@@ -77,6 +85,10 @@ pub(crate) enum Claim {
     Outstanding { lease_left: Duration },
     /// The key was used for something else.
     KeyReused,
+    /// The form was sent already, and its answer is not for this request.
+    TokenUsed,
+    /// The form token was not used in time.
+    TokenExpired,
     /// The row was written by a newer version of this crate.
     NewerVersion,
     /// It would have been claimed, but this process is going down.
@@ -168,6 +180,7 @@ impl Columns {
             seed,
             lease_ms: millis(policy.lease),
             retention_ms: policy.retention.map(millis),
+            not_after_ms: ask.not_after,
             lock_timeout_ms: millis(policy.lock_timeout()),
             is_durable: policy.durable_claims,
         }
@@ -228,6 +241,7 @@ impl<'a> Attempt<'a> {
                 // Somebody is about to insert it, and takes long.
                 None if waited => Claim::Outstanding { lease_left: self.policy.lease },
                 None if draining => Claim::Draining,
+                None if self.is_too_late(conn).await? => Claim::TokenExpired,
                 None if counts && self.exceeds_quota(conn).await? => Claim::QuotaExceeded,
                 // It was released by a ROLLBACK or swept since the INSERT met it.
                 None => continue,
@@ -241,6 +255,14 @@ impl<'a> Attempt<'a> {
             return Ok(Verdict::Theirs(claim));
         }
         Ok(Verdict::Theirs(Claim::Outstanding { lease_left: self.policy.lease }))
+    }
+
+    /// Whether the key can no longer be claimed. What is stored under it is not asked for that.
+    async fn is_too_late(&self, conn: &mut Checkout) -> Result<bool, Error> {
+        match self.ask.not_after {
+            Some(not_after) => Ok(keys::is_past(conn, not_after).await?),
+            None => Ok(false),
+        }
     }
 
     async fn exceeds_quota(&self, conn: &mut Checkout) -> Result<bool, Error> {
@@ -270,6 +292,7 @@ impl<'a> Attempt<'a> {
         let decision = decide(&row, &self.ask.fingerprint, &self.owner, self.policy.on_completed);
         match decision {
             Decision::TakeOver(_) if self.engine.is_draining() => Ok(Some(Verdict::Theirs(Claim::Draining))),
+            Decision::TakeOver(_) if self.is_too_late(conn).await? => Ok(Some(Verdict::Theirs(Claim::TokenExpired))),
             Decision::TakeOver(how) => {
                 let ours = self.take_over(conn, &row, how, lease).await?;
                 Ok(ours.then_some(Verdict::Ours))
@@ -414,7 +437,10 @@ pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8], on_comp
 /// What somebody is told who does not get the key.
 pub(crate) fn told(decision: Decision, row: Row, ask: &Ask, policy: &Policy) -> Result<Claim, Error> {
     let rejects = policy.on_completed == OnCompleted::Reject;
+    let was_sent = ask.is_of_a_form() && row.state == "completed";
     Ok(match decision {
+        Decision::Replay | Decision::ReplayUncompared if rejects && was_sent => Claim::TokenUsed,
+        Decision::KeyReused if was_sent => Claim::TokenUsed,
         Decision::Replay | Decision::ReplayUncompared if rejects => Claim::AlreadyCompleted,
         Decision::Replay => Claim::Replay(restore(row)?),
         Decision::ReplayUncompared => {

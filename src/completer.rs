@@ -287,6 +287,7 @@ impl Completer {
             key: IdempotencyKey::try_from(taken.key).ok()?,
             scope: Scope::shown(self.domain, taken.tenant, taken.principal, &self.resource),
             fingerprint,
+            not_after: None,
         };
         telemetry::event(Event::TakenOver, &ask.id);
         let lease = Lease::resumed(&ask, owner, taken.seed.try_into().ok()?, taken.attempt, &self.engine, &self.policy);

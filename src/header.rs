@@ -25,6 +25,10 @@ pub const IDEMPOTENCY_ATTEMPT: HeaderName = HeaderName::from_static("idempotency
 /// database knows it.
 pub const IDEMPOTENCY_KEY_EXPIRES_IN: HeaderName = HeaderName::from_static("idempotency-key-expires-in");
 
+/// The request header that carries a form token, where no form field does: of scripts, and of uploads whose body
+/// is streamed through.
+pub const FORM_TOKEN: HeaderName = HeaderName::from_static("form-token");
+
 pub(crate) const TRUE: HeaderValue = HeaderValue::from_static("true");
 
 /// Why a field that is there cannot be read.

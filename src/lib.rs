@@ -6,6 +6,7 @@
 //! [`Policy`]: crate::Policy
 //! [`Sweeper`]: crate::Sweeper
 //! [`inbox`]: crate::inbox
+//! [`form_token`]: crate::form_token
 //! [`migrations`]: crate::migrations
 //! [`outbox`]: crate::outbox
 //! [`refusal`]: crate::refusal
@@ -32,6 +33,7 @@ mod extract;
 #[doc(hidden)]
 pub mod failpoint;
 mod fingerprint;
+pub mod form_token;
 pub mod guarded;
 pub mod header;
 pub mod inbox;
@@ -57,6 +59,7 @@ mod source;
 mod status;
 pub mod sweeper;
 pub mod telemetry;
+mod token;
 mod transaction;
 pub mod transition;
 pub mod version;
@@ -67,6 +70,7 @@ pub use crate::{
     duplicate::{DuplicateError, Duplicates, InsertError, InsertOrFetch, Inserted},
     error::{Error, ErrorKind},
     extract::{IdemKey, IdemTx, MAX_STEP_NAME, MAX_STEP_RESULT, StepError},
+    form_token::TokenIssuer,
     guarded::{Decrement, GuardedError},
     inbox::{Handled, Inbox, InboxError, Received},
     isolation::Isolation,
@@ -85,6 +89,7 @@ pub use crate::{
     snapshot::ResponseSnapshot,
     source::KeySource,
     sweeper::{Sweeper, Sweeping},
+    token::{DEFAULT_TOKEN_LIFETIME, FORM_TOKEN_FIELD, FormToken, FormTokens},
     transition::{Machine, Transition, TransitionError},
     version::{IfMatch, Retry, VersionError, Versioned},
 };

@@ -11,7 +11,7 @@ use std::{
 };
 
 use actix_web::{
-    Error as ActixError, HttpRequest, HttpResponse, Resource, ResponseError, Result as ActixResult, Route,
+    Error as ActixError, HttpMessage, HttpRequest, HttpResponse, Resource, ResponseError, Result as ActixResult, Route,
     body::{BoxBody, EitherBody, MessageBody},
     dev::{Service, ServiceRequest, ServiceResponse, Transform, forward_ready},
     error::InternalError,
@@ -31,6 +31,7 @@ use crate::{
     extract::{self, IdemKey, Slot},
     failpoint,
     fingerprint::Fingerprint,
+    form_token::submitted,
     lease::Ended,
     policy::{OnFailure, Policy},
     postgres::PgPool,
@@ -355,8 +356,15 @@ async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest)
         return if policy.key_required { Err(policy.key_missing()) } else { Ok(None) };
     };
     policy.allows_key(&found)?;
-    let scope = Scope::of(request.request(), policy)?;
-    if scope.principal().is_none() && policy.warns_of_anonymous() && engine.first_anonymous() {
+    let scope = match &found.form {
+        Some(form) => {
+            request.extensions_mut().insert(form.token.clone());
+            form.scope.clone()
+        }
+        None => Scope::of(request.request(), policy)?,
+    };
+    let names_nobody = scope.principal().is_none() && found.form.is_none();
+    if names_nobody && policy.warns_of_anonymous() && engine.first_anonymous() {
         telemetry::advise(
             "a request with a key names nobody, so that its key is shared by all who name nobody: give the policy a \
              principal closure, or say Policy::anonymous() or Policy::refuse_anonymous()",
@@ -379,6 +387,13 @@ async fn find_key(
     body: &mut Option<Option<Bytes>>,
 ) -> Result<Option<Found>, Refusal> {
     for source in &policy.keys {
+        if source.tokens().is_some() {
+            let tokens = submitted::tokens(request, policy, body).await?;
+            match source.admit(request.request(), &tokens)? {
+                Some(found) => return Ok(Some(found)),
+                None => continue,
+            }
+        }
         if source.reads_body() && body.is_none() {
             *body = Some(body::read(request, policy).await?);
         }
@@ -484,6 +499,8 @@ where
             Ok(Claim::QuotaExceeded) => {
                 self.case.refusal(Refusal::new(Code::QuotaExceeded).retry_after(policy.retry_after))
             }
+            Ok(Claim::TokenUsed) => self.case.refusal(Code::TokenUsed.into()),
+            Ok(Claim::TokenExpired) => self.case.refusal(Code::TokenExpired.into()),
             Ok(Claim::KeyReused) => self.case.key_reused(),
             Ok(Claim::NewerVersion) => self.case.refusal(Code::NewerVersion.into()),
             Ok(Claim::Draining) => self.case.refusal(Code::ShuttingDown.into()),

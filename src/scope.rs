@@ -22,6 +22,7 @@ const MAX_READABLE: usize = 255;
 pub(crate) enum Domain {
     Http,
     Once,
+    Token,
 }
 
 impl Domain {
@@ -29,6 +30,7 @@ impl Domain {
         match self {
             Self::Http => "http",
             Self::Once => "once",
+            Self::Token => "token",
         }
     }
 }
@@ -90,6 +92,12 @@ impl Scope {
         Self { domain: Domain::Http, tenant, principal, resource }
     }
 
+    /// The scope of a form token: what it was signed for. The action stands in for the resource, so that a token
+    /// is one key wherever it is sent.
+    pub(crate) fn token(tenant: Option<String>, principal: Option<String>, action: String) -> Self {
+        Self { domain: Domain::Token, tenant, principal, resource: action }
+    }
+
     /// The scope of a request's key under a policy.
     pub(crate) fn of(request: &HttpRequest, policy: &Policy) -> Result<Self, Code> {
         let tenant = policy.tenant.as_ref().and_then(|tenant| tenant(request));
@@ -129,7 +137,7 @@ impl Scope {
     }
 
     /// Method and route pattern, such as `POST /orders/{id}/payments` (the path, where no pattern is
-    /// known), or the name that the policy gives.
+    /// known), or the name that the policy gives; for a form token its action.
     #[must_use]
     pub fn resource(&self) -> &str {
         &self.resource
@@ -166,7 +174,7 @@ fn resource_of(policy: &Policy, method: &str, pattern: &str) -> String {
 }
 
 /// A digest of the `Basic` or `Bearer` credential.
-fn credential(request: &HttpRequest) -> Option<String> {
+pub(crate) fn credential(request: &HttpRequest) -> Option<String> {
     let (scheme, credential) = request.headers().get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
     let scheme = scheme.to_ascii_lowercase();
     if !matches!(scheme.as_str(), "basic" | "bearer") {

@@ -286,6 +286,7 @@ impl Case {
         match claim::look_again(&self.engine, &self.ask, &self.policy).await {
             Ok(Some(Claim::Replay(stored))) => self.replayed(stored),
             Ok(Some(Claim::AlreadyCompleted)) => self.refusal(Code::AlreadyCompleted.into()),
+            Ok(Some(Claim::TokenUsed)) => self.refusal(Code::TokenUsed.into()),
             Ok(Some(Claim::KeyReused)) => self.key_reused(),
             Ok(Some(Claim::NewerVersion)) => self.refusal(Code::NewerVersion.into()),
             Ok(_) => self.refusal(Code::LeaseLost.into()),
@@ -330,7 +331,14 @@ impl Case {
 
     pub(crate) fn key_reused(&self) -> HttpResponse<BoxBody> {
         telemetry::event(Event::KeyReused, &self.ask.id);
-        self.refusal(Code::KeyReused.into())
+        let refusal = Refusal::new(Code::KeyReused);
+        self.refusal(if self.ask.is_of_a_form() {
+            refusal.detailed(
+                "The form was sent with other contents, and what became of that is not known yet. Load it again.",
+            )
+        } else {
+            refusal
+        })
     }
 
     pub(crate) fn unavailable(&self, error: &Error) -> HttpResponse<BoxBody> {

@@ -15,8 +15,10 @@ use crate::{
     fingerprint,
     json::{Json, Pointer},
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
+    refusal::Refusal,
     secret::Secret,
     selection::Fields,
+    token::{Admitted, FormTokens, InvalidToken},
 };
 
 /// What separates the parts of a key, and what a key must not have in it.
@@ -40,7 +42,7 @@ type Computed = Arc<dyn Fn(&HttpRequest, &[u8]) -> Result<Option<String>, Invali
 ///     .principal(|req| req.headers().get("x-user")?.to_str().ok().map(str::to_owned));
 /// ```
 ///
-/// All but [`header`](Self::header) are computed by the server, from what anybody may send: a policy
+/// All but [`header`](Self::header) and [`form_token`](Self::form_token) are computed by the server, from what anybody may send: a policy
 /// with one of them does not build without a principal closure, or an explicit
 /// [`Policy::anonymous`](crate::Policy::anonymous).
 #[derive(Clone)]
@@ -55,6 +57,7 @@ enum Kind {
     Query(Vec<String>),
     Computed { name: String, compute: Computed },
     Digest(Fields),
+    Token(FormTokens, String),
 }
 
 /// A key, and the source that it is from.
@@ -65,6 +68,8 @@ pub(crate) struct Found {
     pub(crate) source: String,
     /// What of the request identifies it, where that is a choice.
     pub(crate) fields: Option<Fields>,
+    /// The scope and the expiry of a form token, which it says itself.
+    pub(crate) form: Option<Admitted>,
 }
 
 impl KeySource {
@@ -175,8 +180,25 @@ impl KeySource {
         Self(Kind::Digest(fields))
     }
 
+    /// A token that [`FormTokens`] has issued for this action: in the field
+    /// [`form_token`](crate::FORM_TOKEN_FIELD) of a form (urlencoded or multipart), or in the header
+    /// [`Form-Token`](crate::header::FORM_TOKEN). In both, or twice in one, it has to be the same. See
+    /// [the module](crate::form_token).
+    #[must_use]
+    pub fn form_token(tokens: &FormTokens, action: impl Into<String>) -> Self {
+        Self(Kind::Token(tokens.clone(), action.into()))
+    }
+
     pub(crate) fn is_header(&self) -> bool {
         matches!(self.0, Kind::Header)
+    }
+
+    /// Who issues its keys, where they are form tokens.
+    pub(crate) fn tokens(&self) -> Option<&FormTokens> {
+        match &self.0 {
+            Kind::Token(tokens, _) => Some(tokens),
+            _ => None,
+        }
     }
 
     /// Of which fields it is a digest, if it is one.
@@ -187,9 +209,21 @@ impl KeySource {
         }
     }
 
-    /// Whether it needs the body of the request.
+    /// Whether it needs the body of the request. A form token may be in it, and is looked for with care.
     pub(crate) fn reads_body(&self) -> bool {
-        !matches!(self.0, Kind::Header | Kind::Path(_) | Kind::Query(_))
+        !matches!(self.0, Kind::Header | Kind::Path(_) | Kind::Query(_) | Kind::Token(..))
+    }
+
+    /// The key that these tokens, all that the request has, are for. Several are one if they are equal.
+    pub(crate) fn admit(&self, request: &HttpRequest, tokens: &[String]) -> Result<Option<Found>, Refusal> {
+        let (Kind::Token(issuer, action), Some((token, others))) = (&self.0, tokens.split_first()) else {
+            return Ok(None);
+        };
+        if others.iter().any(|other| other != token) {
+            return Err(InvalidToken::Different.into());
+        }
+        let (key, form) = issuer.admit(token, request, action)?;
+        Ok(Some(Found { key, source: self.tag(), fields: None, form: Some(form) }))
     }
 
     /// The key, if this source has one. By `secret`, if there is one, digests are made.
@@ -203,12 +237,14 @@ impl KeySource {
         let parts = match &self.0 {
             Kind::Header => {
                 let key = IdempotencyKey::from_headers(request.headers())?;
-                return Ok(key.map(|key| Found { key, source: String::new(), fields: None }));
+                return Ok(key.map(|key| Found { key, source: String::new(), fields: None, form: None }));
             }
             Kind::Digest(fields) => {
                 return Ok(Some(self.found(digest_of(fields, request, bytes, secret), Some(fields.clone()))?));
             }
             Kind::Computed { compute, .. } => compute(request, bytes)?.map(|text| vec![text]),
+            // It takes more than the body: `admit`.
+            Kind::Token(..) => None,
             Kind::Json(pointers) => of_json(pointers, request, bytes)?,
             Kind::Form(names) if fingerprint::is_form(request) => {
                 if fingerprint::is_encoded(request) {
@@ -230,7 +266,8 @@ impl KeySource {
     }
 
     fn found(&self, key: String, fields: Option<Fields>) -> Result<Found, InvalidKey> {
-        Ok(Found { key: IdempotencyKey::try_from(key)?, source: self.tag(), fields })
+        let key = IdempotencyKey::try_from(key)?;
+        Ok(Found { key, source: self.tag(), fields, form: None })
     }
 
     /// What keeps its keys apart from those of other sources: nothing for the header.
@@ -239,6 +276,8 @@ impl KeySource {
             Kind::Header => String::new(),
             // What it is made of is in it.
             Kind::Digest(_) => "digest".into(),
+            // Its action is part of its scope.
+            Kind::Token(..) => "form token".into(),
             _ => self.name(),
         }
     }
@@ -254,6 +293,7 @@ impl KeySource {
             Kind::Query(names) => list("query", names),
             Kind::Computed { name, .. } => format!("computed {name}"),
             Kind::Digest(fields) => format!("digest of {}", fields.in_words()),
+            Kind::Token(_, action) => format!("form token of {action}"),
         }
     }
 }
@@ -434,6 +474,7 @@ mod tests {
             KeySource::typed(|text: String| text),
             KeySource::typed(|texts: Vec<String>| texts.concat()),
             KeySource::digest(Fields::all()),
+            KeySource::form_token(&FormTokens::new([Secret::new([1; 32])]), "a"),
         ];
         for (i, a) in all.iter().enumerate() {
             assert!(all[i + 1..].iter().all(|b| a.tag() != b.tag()), "{a:?}");

@@ -92,6 +92,9 @@ Try, in another terminal:
     -H 'Content-Type: application/json' -d '{{"product_id": 1, "quantity": 1, "campaign_id": 7}}' "$@"; echo; }}
   campaign -H 'Idempotency-Key: c1'; campaign -H 'Idempotency-Key: c2'    # 201; then 409 campaign-used
 
+  # a form with a token, in a browser: http://{address}/checkout (any name, any password). Click twice, go back
+  # and send it again, reload the answer: it is one order
+
   # what there is now: the stock and the orders add up
   curl -s http://{address}/orders -H 'Authorization: Bearer alice'
   curl -s http://{address}/products/1

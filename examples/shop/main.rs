@@ -4,6 +4,7 @@
 //!
 //! It prints the curl lines to try once it listens.
 
+mod checkout;
 mod coupons;
 mod demo;
 mod error;
@@ -37,6 +38,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     idempotency.check().await?;
     let drain = idempotency.drain();
     let machine = web::Data::new(payments::machine());
+    let tokens = checkout::tokens();
 
     let server = HttpServer::new(move || {
         App::new()
@@ -47,6 +49,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             .service(products::show)
             .service(coupons::claim)
             .service(payments::callback)
+            .configure(|config| checkout::configure(config, &idempotency, &tokens))
             .service(
                 web::scope("")
                     .wrap(idempotency.clone())

@@ -214,7 +214,7 @@ impl Run {
             Claim::Draining => (None, Code::ShuttingDown),
             // Settings that lead here are refused when they are made.
             Claim::QuotaExceeded => (None, Code::QuotaExceeded),
-            Claim::Fresh(_) | Claim::Atomic(..) => (None, Code::Misconfigured),
+            Claim::TokenUsed | Claim::TokenExpired | Claim::Fresh(_) | Claim::Atomic(..) => (None, Code::Misconfigured),
         };
         event.into_iter().for_each(|event| telemetry::event(event, &self.ask.id));
         telemetry::rejected(code.as_str());

@@ -105,7 +105,8 @@ impl Once {
         ask: &Ask,
         work: impl AsyncFnOnce(&mut AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Within<T>, OnceError<E>> {
-        let (locked, row) = transactions::try_lock_and_look(conn, ask.id.lock(), &ask.id.0).await.map_err(store)?;
+        let looked = transactions::try_lock_and_look(conn, ask.id.lock(), &ask.id.0, ask.not_after).await;
+        let (locked, _, row) = looked.map_err(store)?;
         let seen = row.as_ref().map(Seen::of);
         let told = row.map(|row| atomic::told_by(row, ask, &self.policy)).transpose().map_err(OnceError::Store)?;
         match told.flatten() {

@@ -27,6 +27,7 @@ use crate::{
     selection::Fields,
     snapshot::ResponseSnapshot,
     source::{Found, KeySource},
+    token::FormTokens,
 };
 
 mod answer;
@@ -196,7 +197,10 @@ impl Policy {
     /// Fails for settings that contradict each other.
     #[track_caller]
     pub(crate) fn assert_consistent(&self) {
-        let computed = self.keys.iter().find(|source| !source.is_header());
+        for tokens in self.keys.iter().filter_map(KeySource::tokens) {
+            self.assert_fits(tokens);
+        }
+        let computed = self.keys.iter().find(|source| !source.is_header() && source.tokens().is_none());
         if let Some(source) = computed
             && self.principal.is_none()
             && self.anonymous != Anonymous::Allowed
@@ -222,6 +226,21 @@ impl Policy {
         );
     }
 
+    #[track_caller]
+    fn assert_fits(&self, tokens: &FormTokens) {
+        assert!(
+            (self.principal.is_none() || tokens.has_principal()) && (self.tenant.is_none() || tokens.has_tenant()),
+            "Policy: form tokens are signed for whom FormTokens::principal and FormTokens::tenant name; a policy that \
+             names them too has to have its closures there as well"
+        );
+        let lifetime = tokens.lifetime_of_tokens();
+        assert!(
+            self.retention.is_none_or(|retention| retention >= lifetime),
+            "Policy: a form token lives for {lifetime:?} (FormTokens::lifetime) and its answer no longer than \
+             Policy::retention: it could be used again"
+        );
+    }
+
     pub(crate) fn allows_key(&self, found: &Found) -> Result<(), Refusal> {
         let from_header = found.source.is_empty();
         match self.key_rules.iter().find(|rule| from_header && !(rule.allows)(found.key.as_str())) {
@@ -232,6 +251,9 @@ impl Policy {
 
     /// What a request without a key is told to send.
     pub(crate) fn key_missing(&self) -> Refusal {
+        if self.keys.iter().all(|source| source.tokens().is_some()) {
+            return Code::TokenMissing.into();
+        }
         let refusal = Refusal::new(Code::KeyMissing);
         if self.keys.iter().any(KeySource::is_header) {
             return refusal;

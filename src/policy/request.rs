@@ -48,6 +48,14 @@ impl Policy {
         self.keys([KeySource::typed(key)])
     }
 
+    /// The key is a form token for this action, and a request without one is refused: short for
+    /// [`keys`](Self::keys) with [`KeySource::form_token`] alone, and [`require_key`](Self::require_key). See
+    /// [the module](crate::form_token).
+    #[must_use]
+    pub fn form_token(self, tokens: &FormTokens, action: impl Into<String>) -> Self {
+        self.keys([KeySource::form_token(tokens, action)]).require_key()
+    }
+
     /// Asks for keys of a certain form, beyond what every key must be; others are 400 `key-invalid`.
     /// `text` says which, to the client and in the published document. It applies to keys from the
     /// header.

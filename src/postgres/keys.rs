@@ -31,6 +31,8 @@ pub(crate) struct NewClaim<'a> {
     pub(crate) lease_ms: i64,
     /// `None`: for ever.
     pub(crate) retention_ms: Option<i64>,
+    /// When it can no longer be claimed, in milliseconds since 1970; the row lives longer. `None`: it always can.
+    pub(crate) not_after_ms: Option<i64>,
     pub(crate) lock_timeout_ms: i64,
     /// Whether the commit waits for the disk.
     pub(crate) is_durable: bool,
@@ -42,7 +44,7 @@ statement! {
     struct Insert {
         lock_timeout_ms: i64, is_durable: bool, id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>,
         resource: str, key: str, fingerprint: [u8], recipe: [u8], recipe_version: i16, owner: [u8],
-        seed: [u8], lease_ms: i64, retention_ms: Option<i64>,
+        seed: [u8], lease_ms: i64, retention_ms: Option<i64>, not_after_ms: Option<i64>,
     }
     [
         "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) || \
@@ -53,13 +55,16 @@ statement! {
         (id: Binary), ", ", (domain: Text), ", ", (tenant: Nullable<Text>), ", ", (principal: Nullable<Text>), ", ",
         (resource: Text), ", ", (key: Text), ", ", (fingerprint: Binary), ", ", (recipe: Binary), ", ",
         (recipe_version: SmallInt), ", 'outstanding', ", (owner: Binary), ", 1, ", (seed: Binary), ", now(), now() + ",
-        (lease_ms: BigInt), " * interval '1 millisecond', now() + ",
-        (retention_ms: Nullable<BigInt>), " * interval '1 millisecond' \
-         FROM lock WHERE lock.set IS NOT NULL ON CONFLICT (id) DO NOTHING",
+        (lease_ms: BigInt), " * interval '1 millisecond', greatest(now() + ",
+        (retention_ms: Nullable<BigInt>), " * interval '1 millisecond', CASE WHEN ", (retention_ms: Nullable<BigInt>),
+        " IS NOT NULL THEN timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' END) \
+         FROM lock WHERE lock.set IS NOT NULL \
+         AND coalesce(timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>),
+        " * interval '1 millisecond' > clock_timestamp(), true) ON CONFLICT (id) DO NOTHING",
     ]
 }
 
-/// Whether the row is now ours; `false` where there is one already.
+/// Whether the row is now ours; `false` where there is one already, and where it is too late to claim it.
 pub(crate) async fn insert(conn: &mut AsyncPgConnection, new: &NewClaim<'_>) -> QueryResult<bool> {
     let rows = Insert {
         lock_timeout_ms: &new.lock_timeout_ms,
@@ -77,10 +82,22 @@ pub(crate) async fn insert(conn: &mut AsyncPgConnection, new: &NewClaim<'_>) -> 
         seed: new.seed,
         lease_ms: &new.lease_ms,
         retention_ms: &new.retention_ms,
+        not_after_ms: &new.not_after_ms,
     }
     .execute(conn)
     .await?;
     Ok(rows == 1)
+}
+
+statement! {
+    struct AskIfPast { at_ms: i64 }
+    returns Bool;
+    ["SELECT clock_timestamp() >= timestamptz 'epoch' + ", (at_ms: BigInt), " * interval '1 millisecond'"]
+}
+
+/// Whether this time, in milliseconds since 1970, has come.
+pub(crate) async fn is_past(conn: &mut AsyncPgConnection, at_ms: i64) -> QueryResult<bool> {
+    AskIfPast { at_ms: &at_ms }.get_result(conn).await
 }
 
 /// A row as a claim sees it.
@@ -188,21 +205,24 @@ statement! {
     /// saw is pinned by `owner` and `state`; that one of them still holds is asked again here.
     struct TakeOver {
         id: [u8], seen_owner: [u8], seen_state: str, owner: [u8], attempt: i32, seed: [u8], fingerprint: [u8],
-        recipe: [u8], recipe_version: i16, lease_ms: i64, retention_ms: Option<i64>, anew: bool, again: bool,
+        recipe: [u8], recipe_version: i16, lease_ms: i64, retention_ms: Option<i64>, not_after_ms: Option<i64>,
+        anew: bool, again: bool,
     }
     [
         "WITH seen AS MATERIALIZED (SELECT id FROM idempotency_keys WHERE id = ", (id: Binary),
         " AND owner = ", (seen_owner: Binary), " AND state = ", (seen_state: Text),
         " AND (state = 'released' OR state = 'outstanding' AND leased_until <= clock_timestamp() \
          OR coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp() OR ", (again: Bool),
-        ") FOR NO KEY UPDATE SKIP LOCKED) \
+        ") AND coalesce(timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>),
+        " * interval '1 millisecond' > clock_timestamp(), true) FOR NO KEY UPDATE SKIP LOCKED) \
          UPDATE idempotency_keys AS k SET state = 'outstanding', owner = ", (owner: Binary),
         ", attempt = ", (attempt: Integer), ", seed = ", (seed: Binary), ", fingerprint = ", (fingerprint: Binary),
         ", recipe = ", (recipe: Binary), ", recipe_version = ", (recipe_version: SmallInt),
         ", leased_until = now() + ", (lease_ms: BigInt), " * interval '1 millisecond', \
          created_at = CASE WHEN ", (anew: Bool), " THEN now() ELSE created_at END, \
-         expires_at = CASE WHEN ", (anew: Bool), " THEN now() + ", (retention_ms: Nullable<BigInt>),
-        " * interval '1 millisecond' ELSE expires_at END, \
+         expires_at = CASE WHEN ", (anew: Bool), " THEN greatest(now() + ", (retention_ms: Nullable<BigInt>),
+        " * interval '1 millisecond', CASE WHEN ", (retention_ms: Nullable<BigInt>), " IS NOT NULL THEN \
+         timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' END) ELSE expires_at END, \
          completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
          body_omitted = false, snapshot_version = NULL \
          FROM seen WHERE k.id = seen.id AND k.owner = ", (seen_owner: Binary), " AND k.state = ", (seen_state: Text),
@@ -240,6 +260,7 @@ pub(crate) async fn take_over(
         recipe_version: &new.recipe_version,
         lease_ms: &new.lease_ms,
         retention_ms: &new.retention_ms,
+        not_after_ms: &new.not_after_ms,
         anew: &over.anew,
         again: &over.again,
     }
@@ -396,7 +417,7 @@ statement! {
     returns (BigInt, BigInt);
     [
         "SELECT count(*) FILTER (WHERE state = 'outstanding' AND leased_until > clock_timestamp()), count(*) \
-         FROM idempotency_keys WHERE domain = 'http' AND (principal = ", (principal: Nullable<Text>),
+         FROM idempotency_keys WHERE domain IN ('http', 'token') AND (principal = ", (principal: Nullable<Text>),
         " OR principal IS NULL AND ", (principal: Nullable<Text>), " IS NULL) AND tenant IS NOT DISTINCT FROM ",
         (tenant: Nullable<Text>),
         " AND coalesce(coalesce(completed_at, leased_until) + (expires_at - created_at) > clock_timestamp(), true)",

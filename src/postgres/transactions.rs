@@ -209,22 +209,24 @@ pub(crate) async fn is_marked(conn: &AsyncPgConnection, mark: &str) -> QueryResu
 }
 
 statement! {
-    struct TryLockAndLook { lock: i64, id: [u8] }
-    returns (Bool, Nullable<RowColumns>);
+    struct TryLockAndLook { lock: i64, id: [u8], not_after_ms: Option<i64> }
+    returns (Bool, Bool, Nullable<RowColumns>);
     [
-        "SELECT pg_try_advisory_xact_lock(", (lock: BigInt), "), ", ROW_COLUMNS,
+        "SELECT pg_try_advisory_xact_lock(", (lock: BigInt), "), coalesce(timestamptz 'epoch' + ",
+        (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' > clock_timestamp(), true), ", ROW_COLUMNS,
         " FROM (SELECT) AS one LEFT JOIN idempotency_keys AS k ON k.id = ", (id: Binary),
     ]
 }
 
-/// Whether the lock is ours until the end of the transaction, and the row, if there is one. Waits for
-/// nobody. The row may be older than the lock.
+/// Whether the lock is ours until the end of the transaction, whether there still is time to claim the key, and
+/// the row, if there is one. Waits for nobody. The row may be older than the lock.
 pub(crate) async fn try_lock_and_look(
     conn: &mut AsyncPgConnection,
     lock: i64,
     id: &[u8],
-) -> QueryResult<(bool, Option<Row>)> {
-    TryLockAndLook { lock: &lock, id }.get_result(conn).await
+    not_after_ms: Option<i64>,
+) -> QueryResult<(bool, bool, Option<Row>)> {
+    TryLockAndLook { lock: &lock, id, not_after_ms: &not_after_ms }.get_result(conn).await
 }
 
 /// Waits until nobody has the lock. For the outcome of a COMMIT that nobody acknowledged.
@@ -251,7 +253,7 @@ statement! {
     struct Finish {
         id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>, resource: str, key: str,
         fingerprint: [u8], recipe: [u8], recipe_version: i16, owner: [u8], seed: [u8], retention_ms: Option<i64>,
-        status: i16, header_names: &'a [&'a str], header_values: &'a [&'a [u8]], body: Option<&'a [u8]>,
+        not_after_ms: Option<i64>, status: i16, header_names: &'a [&'a str], header_values: &'a [&'a [u8]], body: Option<&'a [u8]>,
         body_omitted: bool, snapshot_version: i16, mark: str, seen_owner: Option<&'a [u8]>, seen_state: Option<&'a str>,
     }
     [
@@ -261,7 +263,10 @@ statement! {
         (id: Binary), ", ", (domain: Text), ", ", (tenant: Nullable<Text>), ", ", (principal: Nullable<Text>), ", ",
         (resource: Text), ", ", (key: Text), ", ", (fingerprint: Binary), ", ", (recipe: Binary), ", ",
         (recipe_version: SmallInt), ", 'completed', ", (owner: Binary), ", 1, ", (seed: Binary),
-        ", t.now, t.now, t.now, t.now + ", (retention_ms: Nullable<BigInt>), " * interval '1 millisecond', ",
+        ", t.now, t.now, t.now, greatest(t.now + ", (retention_ms: Nullable<BigInt>),
+        " * interval '1 millisecond', CASE WHEN ", (retention_ms: Nullable<BigInt>),
+        " IS NOT NULL THEN timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>),
+        " * interval '1 millisecond' END), ",
         (status: SmallInt), ", ", (header_names: Array<Text>), ", ", (header_values: Array<Binary>), ", ",
         (body: Nullable<Binary>), ", ", (body_omitted: Bool), ", ", (snapshot_version: SmallInt),
         " FROM (SELECT clock_timestamp() AS now) AS t WHERE ", (mark: Text),
@@ -304,6 +309,7 @@ pub(crate) async fn finish(
         owner: new.owner,
         seed: new.seed,
         retention_ms: &new.retention_ms,
+        not_after_ms: &new.not_after_ms,
         status: &answer.status,
         header_names: &answer.header_names,
         header_values: &answer.header_values,

@@ -14,6 +14,22 @@ pub enum Code {
     KeyInvalid,
     /// 400: the body was cut off.
     BodyTruncated,
+    /// 400: the policy requires a form token.
+    TokenMissing,
+    /// 400: what stands for the form token is none, or there are two different ones.
+    TokenInvalid,
+    /// 403: the form token was signed with a key that is not in use here.
+    TokenUnknown,
+    /// 403: the signature of the form token is wrong.
+    TokenForged,
+    /// 403: the form token is for another form.
+    TokenOfOtherAction,
+    /// 403: the form token was issued to somebody else.
+    TokenOfOtherPrincipal,
+    /// 403: the form token has expired before it was used.
+    TokenExpired,
+    /// 409: the form was sent already, with other contents or under a policy that tells no more.
+    TokenUsed,
     /// 401: the policy wants to know who asks.
     PrincipalMissing,
     /// 403: the policy does not let this request see the stored answer.
@@ -122,6 +138,22 @@ impl Code {
                 "Send exactly one Idempotency-Key header with 1 to 255 visible ASCII characters, a UUID for example."),
             Self::BodyTruncated => ("body-truncated", S::BAD_REQUEST, "The request body is incomplete",
                 "The body was cut off or cannot be read. Nothing was done; retry with the same key."),
+            Self::TokenMissing => ("token-missing", S::BAD_REQUEST, "The form token is missing",
+                "Nothing was done: send the hidden field of the form as it came, or its token in the header Form-Token."),
+            Self::TokenInvalid => ("token-invalid", S::BAD_REQUEST, "The form token is invalid",
+                "Nothing was done: what stands for the form token is none. Load the form again."),
+            Self::TokenUnknown => ("token-unknown", S::FORBIDDEN, "The form token is unknown",
+                "Nothing was done: the token is too old, or from somewhere else. Load the form again."),
+            Self::TokenForged => ("token-forged", S::FORBIDDEN, "The form token is not genuine",
+                "Nothing was done. Load the form again."),
+            Self::TokenOfOtherAction => ("token-of-other-action", S::FORBIDDEN, "The form token is for another form",
+                "Nothing was done. Load the form again."),
+            Self::TokenOfOtherPrincipal => ("token-of-other-principal", S::FORBIDDEN, "The form token is somebody else's",
+                "Nothing was done: the form was loaded under another login, or before it. Load the form again."),
+            Self::TokenExpired => ("token-expired", S::FORBIDDEN, "The form token has expired",
+                "The form was open for too long, and this request did nothing. Load the form again."),
+            Self::TokenUsed => ("token-used", S::CONFLICT, "The form was sent already",
+                "It was accepted the first time and not done again. Load the form again to send another one."),
             Self::PrincipalMissing => ("principal-missing", S::UNAUTHORIZED, "Authentication is required",
                 "Keys belong to somebody here: authenticate and retry with the same key."),
             Self::ReplayForbidden => ("replay-forbidden", S::FORBIDDEN, "The stored answer is not for this request",

@@ -6,6 +6,8 @@
 //! | 400 | `key-missing` | the policy requires a key | |
 //! | 400 | `key-invalid` | the key cannot be read | |
 //! | 400 | `body-truncated` | the body was cut off | |
+//! | 400 | `token-missing` | the policy requires a form token | |
+//! | 400 | `token-invalid` | what stands for the form token is none, or there are two different ones | |
 //! | 401 | `principal-missing` | the policy wants to know who asks | |
 //! | 404 | `key-unknown` | asked for its status: nothing is known of it, or no longer | |
 //! | 408 | `body-timeout` | the body did not arrive in time | |
@@ -16,8 +18,14 @@
 //! | 400 | `if-match-invalid` | the `If-Match` cannot be read | |
 //! | 403 | `replay-forbidden` | the policy does not let this request see the stored answer | |
 //! | 400 | `message-id-invalid` | the id of a message cannot be one | |
+//! | 403 | `token-unknown` | the form token was signed with a key that is not in use here | |
+//! | 403 | `token-forged` | the signature of the form token is wrong | |
+//! | 403 | `token-of-other-action` | the form token is for another form | |
+//! | 403 | `token-of-other-principal` | the form token was issued to somebody else | |
+//! | 403 | `token-expired` | the form token was not used in time | |
 //! | 404 | `not-found` | there is no such row, or none that the caller may see | |
 //! | 409 | `already-completed` | by policy: it was done, and the answer is not told again | |
+//! | 409 | `token-used` | the form was sent already, with other contents, or the policy does not tell again | |
 //! | 409 | `stale` | the row has another version than the caller expected | |
 //! | 409 | `version-overflow` | the row has the largest version there is | |
 //! | 409 | `not-enough` | less is left than is asked for | |

@@ -52,6 +52,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "snapshot",
             "source",
             "telemetry",
+            "token",
             // Of the tests alone; no layer knows what it is for.
             "failpoint",
         ],

@@ -2,6 +2,7 @@
 
 mod architecture;
 mod atomic;
+mod browser;
 mod campaign;
 mod cleanup;
 mod complete_in;
@@ -14,6 +15,9 @@ mod duplicate;
 mod examples;
 mod failure;
 mod fingerprint;
+mod form_token;
+mod form_token_expiry;
+mod form_token_wire;
 mod guarded;
 mod hooks;
 mod idem_tx;

@@ -6,7 +6,7 @@ use std::{
     io::{BufRead, BufReader},
     path::PathBuf,
     process::{Child, Command, Stdio},
-    sync::{Mutex, PoisonError, mpsc},
+    sync::{Arc, Mutex, PoisonError, mpsc},
 };
 
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt};
@@ -19,6 +19,7 @@ pub struct Example {
     /// `http://` and where it listens.
     pub address: String,
     said: mpsc::Receiver<String>,
+    log: Arc<Mutex<String>>,
 }
 
 impl Example {
@@ -38,8 +39,15 @@ impl Example {
             .expect("the example should listen");
         let (says, said) = mpsc::channel();
         // Nobody may listen, but what it prints must not fill the pipe.
-        std::thread::spawn(move || lines.for_each(|line| says.send(line).unwrap_or_default()));
-        Self { child, address, said }
+        let log = Arc::<Mutex<String>>::default();
+        let logs = Arc::clone(&log);
+        std::thread::spawn(move || {
+            for line in lines {
+                *logs.lock().unwrap_or_else(PoisonError::into_inner) += &line;
+                says.send(line).unwrap_or_default();
+            }
+        });
+        Self { child, address, said, log }
     }
 
     pub fn url(&self, path: &str) -> String {
@@ -56,6 +64,11 @@ impl Example {
             }
             advice += &(line + "\n");
         }
+    }
+
+    /// How often these words have been printed since it listens.
+    pub fn has_said(&self, words: &str) -> usize {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner).matches(words).count()
     }
 
     /// SIGKILL, and gone when this returns.

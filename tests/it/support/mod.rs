@@ -7,10 +7,12 @@
 //! - [`cluster::Cluster`]: a Postgres server of its own, to be stopped, configured, or its log read;
 //! - [`bouncer::Bouncer`]: a PgBouncer in front of a server;
 //! - [`rabbit::Rabbit`]: a RabbitMQ, where one is asked for;
+//! - [`browser::Browser`]: a headless Chromium;
 //! - [`tour::tour`]: once through everything, for a store that is set up in its own way;
 //! - [`shop::Shop`]: orders and stock, written through `IdemTx` under every policy;
 //! - [`jobs`]: work in steps, and without a request, for server processes;
 //! - [`example::Example`]: an example of this crate, as a process of its own;
+//! - [`forms`]: forms with tokens, and a database whose clock the test sets;
 //! - [`proxy::Proxy`]: what goes wrong between the pool and Postgres, at a chosen message;
 //! - [`statements::Statements`]: how many a connection sends;
 //! - [`client`]: requests and answers; [`gate::Gate`]: handlers held until the test lets them go;
@@ -18,10 +20,12 @@
 
 pub mod app;
 pub mod bouncer;
+pub mod browser;
 pub mod client;
 pub mod cluster;
 pub mod db;
 pub mod example;
+pub mod forms;
 pub mod gate;
 pub mod jobs;
 pub mod log;
