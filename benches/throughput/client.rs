@@ -11,7 +11,7 @@ use tokio::{
     net::TcpStream,
 };
 
-use crate::Keys;
+use crate::{Keys, forms};
 
 /// How many requests were answered with success. Panics at any other answer.
 pub async fn load(
@@ -39,6 +39,7 @@ async fn one(address: SocketAddr, method: &str, path: &str, keys: Keys, client: 
             Keys::None => String::new(),
             Keys::Fresh => format!("idempotency-key: {run:x}-{}\r\n", NEXT.fetch_add(1, Ordering::Relaxed)),
             Keys::Same => format!("idempotency-key: same-{client}\r\n"),
+            Keys::Token => format!("form-token: {}\r\n", forms::issue()),
         };
         let body = if method == "POST" { r#"{"product_id":1,"quantity":2}"# } else { "" };
         let request = format!(

@@ -10,6 +10,7 @@
 mod by_hand;
 mod client;
 mod cpu;
+mod forms;
 mod inbox;
 mod once;
 mod rows;
@@ -40,6 +41,8 @@ pub enum Keys {
     Fresh,
     /// One for each client, whose answer is there already.
     Same,
+    /// A form token for each request.
+    Token,
 }
 
 #[rustfmt::skip]
@@ -77,6 +80,8 @@ const ROWS: &[Row] = &[
     Row { name: "update 100,000 rows, guarded", path: "/bare/rows-guarded/100000", method: "PUT", keys: Keys::None, against: Some("update 100,000 rows, FOR UPDATE") },
     Row { name: "inbox: receive, order", path: "/inbox/receive", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
     Row { name: "inbox: handle, order", path: "/inbox/handle", method: "POST", keys: Keys::Fresh, against: Some("order in a transaction") },
+    Row { name: "form token, issued", path: "/form/token", method: "GET", keys: Keys::None, against: Some("GET, bare") },
+    Row { name: "form token, submitted", path: "/form/order", method: "POST", keys: Keys::Token, against: Some("IdemTx, atomic") },
 ];
 
 struct Options {

@@ -19,7 +19,7 @@ use diesel_async::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{by_hand, inbox, once, rows};
+use crate::{by_hand, forms, inbox, once, rows};
 
 diesel::table! {
     bench_orders (id) {
@@ -167,6 +167,7 @@ pub fn serve(url: &str) {
                         .route("/order", web::post().to(order))
                         .route("/order-idemtx", web::post().to(order_idemtx)),
                 )
+                .configure(|config| forms::configure(config, &engine, web::post().to(order_idemtx)))
                 .service(
                     web::scope("/atomic")
                         .wrap(engine.with(Policy::new().atomic()))
