@@ -42,7 +42,8 @@ type Computed = Arc<dyn Fn(&HttpRequest, &[u8]) -> Result<Option<String>, Invali
 ///     .principal(|req| req.headers().get("x-user")?.to_str().ok().map(str::to_owned));
 /// ```
 ///
-/// All but [`header`](Self::header) and [`form_token`](Self::form_token) are computed by the server, from what anybody may send: a policy
+/// All but [`header`](Self::header) and [`form_token`](Self::form_token) are computed by the server,
+/// from what anybody may send: a policy
 /// with one of them does not build without a principal closure, or an explicit
 /// [`Policy::anonymous`](crate::Policy::anonymous).
 #[derive(Clone)]

@@ -233,6 +233,11 @@ impl Policy {
             "Policy: form tokens are signed for whom FormTokens::principal and FormTokens::tenant name; a policy that \
              names them too has to have its closures there as well"
         );
+        assert!(
+            !(self.anonymous == Anonymous::Refused && tokens.may_be_anonymous()),
+            "Policy: form tokens are issued to anybody by FormTokens::anonymous(), and Policy::refuse_anonymous() accepts \
+             none of theirs"
+        );
         let lifetime = tokens.lifetime_of_tokens();
         assert!(
             self.retention.is_none_or(|retention| retention >= lifetime),

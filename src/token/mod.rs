@@ -160,6 +160,10 @@ impl FormTokens {
         self.principal.is_some()
     }
 
+    pub(crate) fn may_be_anonymous(&self) -> bool {
+        self.is_anonymous
+    }
+
     fn scope(&self, request: &HttpRequest, action: &str) -> Result<Scope, Code> {
         let tenant = self.tenant.as_ref().and_then(|tenant| tenant(request));
         let principal = match &self.principal {

@@ -426,6 +426,9 @@ async fn settings_that_contradict_each_other_fail_when_they_are_made() {
     for names in [Policy::new().principal(|_| None), Policy::new().tenant(|_| None)] {
         assert!(with(form(names, &FormTokens::new([secret(1)]))).contains("FormTokens::principal"));
     }
+    let anybody = form(Policy::new().refuse_anonymous(), &tokens(&[1]).anonymous());
+    assert!(with(anybody).contains("FormTokens::anonymous"));
+    let _ = idempotency.with(form(Policy::new().refuse_anonymous(), &tokens(&[1])));
     assert!(panics(|| drop(FormTokens::new([]))).contains("at least one key"));
     assert!(panics(|| drop(tokens(&[1]).lifetime(Duration::from_millis(999)))).contains("FormTokens::lifetime"));
 }
