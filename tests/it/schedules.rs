@@ -362,7 +362,8 @@ async fn claims_and_sweepers_on_the_same_rows_lose_and_repeat_nothing() {
 
 // --- clocks --------------------------------------------------------------------------------------------------
 
-/// So that it does not matter how wrong the clock of a process is: only the database's decides.
+/// So that it does not matter how wrong the clock of a process is: only the database's decides. Form tokens are issued
+/// without the database, and it judges them all the same.
 #[test]
 fn this_machine_is_never_asked_what_time_it_is() {
     fn look(directory: &Path) {
@@ -370,6 +371,9 @@ fn this_machine_is_never_asked_what_time_it_is() {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 look(&path);
+                continue;
+            }
+            if path.ends_with("src/token/mod.rs") {
                 continue;
             }
             let source = fs::read_to_string(&path).unwrap();
