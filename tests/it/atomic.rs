@@ -52,7 +52,10 @@ async fn derive(key: IdemKey) -> String {
 
 /// One resource under two policies, told apart by a header, so that path and fingerprint are the same.
 async fn rig(policy: Policy) -> Rig {
-    let db = Db::new().await;
+    rig_on(Db::new().await, policy).await
+}
+
+async fn rig_on(db: Db, policy: Policy) -> Rig {
     let pool = db.pool(5);
     let idempotency = Idempotency::postgres(pool.clone()).without_sweeper();
     let routes = move |config: &mut web::ServiceConfig, idempotency: &Idempotency, _: &PgPool| {
@@ -130,7 +133,7 @@ async fn a_duplicate_in_another_process_is_told_without_blocking() {
 
 #[actix_web::test]
 async fn a_duplicate_in_another_process_waits_without_a_connection() {
-    let shop = Shop::open(Db::new().await).await;
+    let shop = Shop::open(Db::read_committed().await).await;
     let mut one = Setup::new(&shop.db.url).start();
     let pool = shop.db.pool(1);
     let idempotency = Idempotency::postgres(pool.clone());
@@ -282,7 +285,7 @@ async fn a_lease_that_is_taken_meanwhile_makes_the_attempt_without_one_roll_back
 
 #[actix_web::test]
 async fn a_lapsed_lease_is_replaced_and_its_owner_stores_nothing() {
-    let rig = rig(Policy::new()).await;
+    let rig = rig_on(Db::read_committed().await, Policy::new()).await;
     let late = rig.held(rig.leased_order("x"), 1).await;
     rig.db.run("UPDATE idempotency_keys SET leased_until = now() - interval '1 s'").await;
     assert_eq!(rig.order("y").answer().await.code(), "key-reused", "its effects are unknown");

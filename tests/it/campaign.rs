@@ -270,7 +270,7 @@ async fn whatever_is_killed_and_wherever_every_key_has_one_order_and_one_answer(
 /// An attempt that was stalled beyond its lease comes back to a key that somebody uses for something else by
 /// now. What the clients got is right, or the words say what is wrong.
 async fn comes_back_late(fenced: bool) -> Result<(), String> {
-    let shop = Shop::open(Db::new().await).await;
+    let shop = Shop::open(Db::read_committed().await).await;
     let proxy = Proxy::before(&shop.db.url);
     if !fenced {
         proxy.rewrite(

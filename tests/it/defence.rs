@@ -18,6 +18,7 @@ use diesel_async::{AsyncPgConnection, RunQueryDsl, pooled_connection::bb8::Poole
 
 use crate::support::{
     client::{Answer, RequestExt},
+    db::Db,
     gate::Gate,
     rig::Rig,
 };
@@ -76,7 +77,11 @@ async fn connection(pool: &PgPool) -> Result<PooledConnection<'_, AsyncPgConnect
 
 async fn rig(routes: fn(&mut ServiceConfig, &Idempotency)) -> Rig {
     let policy = Policy::new().anonymous().methods([Method::POST, Method::PUT]);
-    let rig = Rig::builder().policy(policy).serve(move |config, idempotency, _| routes(config, idempotency)).await;
+    let rig = Rig::builder()
+        .policy(policy)
+        .database(Db::read_committed().await)
+        .serve(move |config, idempotency, _| routes(config, idempotency))
+        .await;
     rig.db.run(TABLES).await;
     rig
 }

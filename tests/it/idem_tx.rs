@@ -363,7 +363,7 @@ async fn both(mut tx: IdemTx, pool: Data<PgPool>) -> Result<HttpResponse> {
 async fn holders_that_take_a_second_connection_do_not_starve_the_pool() {
     for policy in policies() {
         let rig = Rig::builder()
-            .policy(policy.anonymous())
+            .policy(policy.anonymous().isolation(Isolation::ReadCommitted))
             .pool_size(4)
             .serve(|config, idempotency, _| routes(config, idempotency))
             .await;
@@ -432,7 +432,7 @@ async fn a_renewal_does_not_disturb_a_transaction_with_one_snapshot() {
 /// X03
 #[actix_web::test]
 async fn an_attempt_that_was_overtaken_rolls_back_and_sends_the_winners_answer() {
-    let rig = rig(Policy::new()).await;
+    let rig = rig(Policy::new().isolation(Isolation::ReadCommitted)).await;
     let first = actix_web::rt::spawn(rig.post("/act?how=hold").key("a").answer());
     rig.gate.entered(1).await;
     // As if its process had been gone for longer than the lease.
@@ -530,7 +530,7 @@ async fn waiting_for_another_process_is_not_a_busy_loop() {
 async fn no_more_transactions_are_open_than_the_engine_allows() {
     for policy in policies() {
         let rig = Rig::builder()
-            .policy(policy.anonymous())
+            .policy(policy.anonymous().isolation(Isolation::ReadCommitted))
             .serve(|config, idempotency, _| {
                 let two = NonZeroUsize::new(2).unwrap();
                 routes(config, &idempotency.clone().max_transactions(two));

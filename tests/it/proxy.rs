@@ -428,7 +428,7 @@ async fn a_release_that_is_lost_is_sent_again() {
 #[actix_web::test]
 async fn after_all_connections_were_cut_requests_run_or_are_refused() {
     for policy in policies() {
-        let (rig, proxy) = behind_a_proxy(policy).await;
+        let (rig, proxy) = behind_a_proxy(policy.isolation(Isolation::ReadCommitted)).await;
         let warm = |n: usize| rig.post("/within").key(&format!("warm{n}")).answer();
         for answer in futures_util::future::join_all((0..5).map(warm)).await {
             assert_eq!(answer.status, 201);

@@ -92,6 +92,14 @@ impl Db {
         Self::on(&server_url()).await
     }
 
+    /// The same where transactions are READ COMMITTED whatever the server's default is: for tests whose own schedule
+    /// loses a race above it, or changes a row that a handler's transaction has locked there.
+    pub async fn read_committed() -> Self {
+        let db = Self::new().await;
+        db.run(&format!("ALTER DATABASE {} SET default_transaction_isolation = 'read committed'", db.name)).await;
+        db
+    }
+
     /// The same on another server.
     pub async fn on(server: &str) -> Self {
         let db = Self::empty_on(server).await;
