@@ -137,7 +137,7 @@ async fn of_ten_copies_at_once_one_runs_and_the_others_are_told() {
 
 #[actix_web::test]
 async fn a_copy_that_waits_is_told_what_became_of_the_first() {
-    let db = Db::new().await;
+    let db = Db::read_committed().await;
     for (id, first_commits) in [("commits", true), ("rolls back", false)] {
         let gate = Gate::new();
         let first = rt::spawn({
