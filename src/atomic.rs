@@ -39,6 +39,10 @@ impl Running {
         let mut running = engine.atomic.0.lock().unwrap_or_else(PoisonError::into_inner);
         running.insert(id).then(|| Entered { engine: Arc::clone(engine), id, claimed: false })
     }
+
+    pub(crate) fn count(&self) -> usize {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
 }
 
 struct Entered {

@@ -1,5 +1,6 @@
 //! [`Completer`]: crate::Completer
 //! [`Drain`]: crate::Drain
+//! [`Gauges`]: crate::Gauges
 //! [`IdemKey`]: crate::IdemKey
 //! [`IdemTx`]: crate::IdemTx
 //! [`Once`]: crate::Once
@@ -34,6 +35,7 @@ mod extract;
 pub mod failpoint;
 mod fingerprint;
 pub mod form_token;
+pub mod gauges;
 pub mod guarded;
 pub mod header;
 pub mod inbox;
@@ -71,6 +73,7 @@ pub use crate::{
     error::{Error, ErrorKind},
     extract::{IdemKey, IdemTx, MAX_STEP_NAME, MAX_STEP_RESULT, StepError},
     form_token::TokenIssuer,
+    gauges::{Gauges, Sample},
     guarded::{Decrement, GuardedError},
     inbox::{Handled, Inbox, InboxError, Received},
     isolation::Isolation,

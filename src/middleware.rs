@@ -7,7 +7,7 @@ use std::{
     panic::AssertUnwindSafe,
     rc::Rc,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use actix_web::{
@@ -476,11 +476,13 @@ where
     async fn turn(self: Rc<Self>, request: ServiceRequest) -> ActixResult<Turn<B>> {
         let Case { engine, policy, ask, .. } = &self.case;
         failpoint::reach("before-claim");
+        let began = Instant::now();
         let claim = if policy.is_atomic {
             atomic::claim(engine, ask, policy).boxed_local().await
         } else {
             claim::claim(engine, ask, policy).await
         };
+        telemetry::claimed(began);
         let answer = match claim {
             Ok(Claim::Fresh(mut lease)) => {
                 lease.start(policy.without_answer());
@@ -516,7 +518,9 @@ where
         span.record("attempt", key.attempt());
         extract::mark(&request, Some(key.clone()), slot.clone());
         let handler = AssertUnwindSafe(async { self.service.call(request).await }).catch_unwind();
+        let began = Instant::now();
         let outcome = timeout(policy.run_limit(), handler).await;
+        telemetry::handled(began);
         let (event, code) = match outcome {
             Ok(Ok(Ok(response))) => {
                 let (request, response) = response.into_parts();

@@ -38,12 +38,15 @@ pub(crate) enum Hold {
 
 impl Hold {
     pub(crate) async fn keep(self, transaction: Option<Transaction>, snapshot: ResponseSnapshot) -> Ended {
-        match (self, transaction) {
+        let began = Instant::now();
+        let ended = match (self, transaction) {
             (Self::Lease(lease), None) => lease.complete(snapshot).await,
             (Self::Lease(lease), Some(transaction)) => lease.commit(transaction, snapshot).await,
             (Self::Atomic(atomic), None) => atomic.keep(&snapshot).await,
             (Self::Atomic(atomic), Some(transaction)) => atomic.commit(transaction, snapshot).await,
-        }
+        };
+        telemetry::completed(began);
+        ended
     }
 
     /// Nothing is done: what the handler wrote was rolled back.

@@ -70,6 +70,10 @@ impl Leases {
         self.held().remove(&(id, owner));
     }
 
+    pub(crate) fn count(&self) -> usize {
+        self.held().len()
+    }
+
     fn due(&self) -> Vec<(KeyId, Owner, i64)> {
         let now = Instant::now();
         self.held()

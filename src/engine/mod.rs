@@ -30,6 +30,7 @@ use crate::{
         transactions::{self, Session},
     },
     sweeper::{Sweeper, Sweeping},
+    telemetry,
     transaction::Holders,
 };
 
@@ -51,6 +52,7 @@ pub(crate) struct Engine {
 
 impl Engine {
     pub(crate) fn new(pool: PgPool) -> Arc<Self> {
+        telemetry::describe();
         let (flushes, wishes) = mpsc::unbounded_channel();
         let engine = Arc::new(Self {
             holders: Holders::of(&pool),
@@ -87,6 +89,11 @@ impl Engine {
 
     pub(crate) fn is_draining(&self) -> bool {
         self.draining.load(Ordering::Acquire)
+    }
+
+    /// How many keys are held: by leases, and by transactions of their own.
+    pub(crate) fn outstanding(&self) -> usize {
+        self.leases.count() + self.atomic.count()
     }
 
     /// Whether this is the first request of the process that has a key and no principal.

@@ -47,11 +47,15 @@ pub(crate) struct Patience {
     ends: Instant,
     seat: Option<Seat>,
     woken: Option<OwnedNotified>,
+    /// So long it has waited already, and since then it waits now.
+    waited: Duration,
+    since: Option<Instant>,
 }
 
 impl Patience {
     pub(crate) fn new(policy: &Policy) -> Self {
-        Self { ends: Instant::now() + policy.patience(), seat: None, woken: None }
+        let ends = Instant::now() + policy.patience();
+        Self { ends, seat: None, woken: None, waited: Duration::ZERO, since: None }
     }
 
     /// Before each look: what becomes of the key from now on is not missed.
@@ -62,7 +66,12 @@ impl Patience {
     /// Ready when it is time to look again; `false` where the wait is over, or none is wanted.
     pub(crate) async fn wait(&mut self, engine: &Engine, id: KeyId, policy: &Policy) -> bool {
         match self.woken.take() {
-            Some(woken) => timeout_at(self.ends, woken).await.is_ok(),
+            Some(woken) => {
+                self.since = Some(Instant::now());
+                let woken = timeout_at(self.ends, woken).await.is_ok();
+                self.pause();
+                woken
+            }
             // Once seated it misses no completion; so it looks again before the wait begins.
             None => {
                 if let OnOutstanding::Wait(_) = policy.on_outstanding {
@@ -71,6 +80,22 @@ impl Patience {
                 }
                 self.seat.is_some()
             }
+        }
+    }
+}
+
+impl Patience {
+    fn pause(&mut self) {
+        self.waited += self.since.take().map_or(Duration::ZERO, |since| since.elapsed());
+    }
+}
+
+impl Drop for Patience {
+    /// Also where whoever waited has hung up.
+    fn drop(&mut self) {
+        if self.seat.is_some() {
+            self.pause();
+            telemetry::waited(self.waited);
         }
     }
 }

@@ -73,7 +73,10 @@ impl Run {
         Fut: Future<Output = Result<T, E>>,
     {
         failpoint::reach("before-claim");
-        let outcome = match claim::claim(&self.engine, &self.ask, &self.policy).await {
+        let began = Instant::now();
+        let claim = claim::claim(&self.engine, &self.ask, &self.policy).await;
+        telemetry::claimed(began);
+        let outcome = match claim {
             Ok(Claim::Fresh(lease)) => {
                 let failed = self.policy.without_answer();
                 match self.under(lease, failed, work, json_of).await {
@@ -109,7 +112,10 @@ impl Run {
         self.span.record("attempt", key.attempt());
         failpoint::reach("after-claim");
         let working = AssertUnwindSafe(async { work(key.clone()).await }).catch_unwind();
-        let (event, code) = match timeout(self.policy.run_limit(), working).await {
+        let began = Instant::now();
+        let worked = timeout(self.policy.run_limit(), working).await;
+        telemetry::handled(began);
+        let (event, code) = match worked {
             Ok(Ok(Ok(value))) => return self.keep(lease, &key, value, snapshot).await,
             Ok(Ok(Err(error))) => {
                 let how = match key.said() {
@@ -137,11 +143,17 @@ impl Run {
         if key.completed().is_some() {
             return self.confirm(lease).await.map(|ours| ours.then_some(value));
         }
-        let ended = match key.said().unwrap_or(Verdict::Keep) {
-            Verdict::Keep => lease.complete(self.policy.stored(snapshot(&value).fit_for(&self.policy))).await,
-            Verdict::KeepWithoutBody => lease.complete(snapshot(&value).without_body()).await,
-            Verdict::Back(how) => lease.give_back(StatusCode::OK, how).await,
+        let stored = match key.said().unwrap_or(Verdict::Keep) {
+            Verdict::Keep => self.policy.stored(snapshot(&value).fit_for(&self.policy)),
+            Verdict::KeepWithoutBody => snapshot(&value).without_body(),
+            Verdict::Back(how) => {
+                let ended = lease.give_back(StatusCode::OK, how).await;
+                return Ok((ended != Ended::Lost).then_some(value));
+            }
         };
+        let began = Instant::now();
+        let ended = lease.complete(stored).await;
+        telemetry::completed(began);
         Ok((ended != Ended::Lost).then_some(value))
     }
 

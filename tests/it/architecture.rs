@@ -16,6 +16,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "lib",
             "middleware",
             "completer",
+            "gauges",
             "extract",
             "body",
             "settle",

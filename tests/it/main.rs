@@ -25,6 +25,7 @@ mod inbox;
 mod integration;
 mod interrupted;
 mod keys;
+mod metrics;
 mod migrations;
 mod observe;
 mod once;

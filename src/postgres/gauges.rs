@@ -1,0 +1,61 @@
+//! How old the oldest rows are. Both questions look at a bounded stretch of an index and write nothing.
+
+use diesel::{
+    QueryResult,
+    sql_types::{BigInt, Double, Nullable},
+};
+use diesel_async::RunQueryDsl;
+
+use super::{AsyncPgConnection, lapsed, statement};
+
+/// How many rows are looked at: those that are really the oldest are among the first.
+const ROWS: i64 = 1000;
+
+statement! {
+    /// `expires_at` is a lower bound, by which the index finds them.
+    struct OldestExpired { rows: i64 }
+    returns Nullable<Double>;
+    [
+        "SELECT extract(epoch FROM clock_timestamp() - min(expired_at))::float8 FROM (SELECT \
+         coalesce(completed_at, leased_until) + (expires_at - created_at) AS expired_at FROM idempotency_keys \
+         WHERE expires_at <= now() ORDER BY expires_at LIMIT ", (rows: BigInt),
+        ") AS first WHERE expired_at <= now()",
+    ]
+}
+
+statement! {
+    /// In the order of the optional index: those whose attempt has died come first.
+    struct OldestOutstanding { rows: i64 }
+    returns Nullable<Double>;
+    [
+        "SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM (SELECT created_at \
+         FROM idempotency_keys WHERE state = 'outstanding' ORDER BY leased_until LIMIT ", (rows: BigInt), ") AS first",
+    ]
+}
+
+/// In seconds; 0 where there is none.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Oldest {
+    /// `None`: there is no index that finds it.
+    pub(crate) outstanding: Option<f64>,
+    pub(crate) expired: f64,
+}
+
+/// READ COMMITTED whatever the default is: to have read a stretch of an index is not to fail the claims that write
+/// into it.
+pub(crate) async fn oldest(conn: &mut AsyncPgConnection) -> QueryResult<Oldest> {
+    conn.build_transaction()
+        .read_committed()
+        .read_only()
+        .run(async |conn| {
+            let expired: Option<f64> = OldestExpired { rows: &ROWS }.get_result(conn).await?;
+            let outstanding = if lapsed::is_indexed(conn).await? {
+                let age: Option<f64> = OldestOutstanding { rows: &ROWS }.get_result(conn).await?;
+                Some(age.unwrap_or_default())
+            } else {
+                None
+            };
+            Ok(Oldest { outstanding, expired: expired.unwrap_or_default() })
+        })
+        .await
+}
