@@ -20,6 +20,9 @@ use actix_web::{App, HttpServer, http::Method, middleware::Logger, web};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use tracing_subscriber::EnvFilter;
 
+/// What clients have to know about keys; refusals link to it.
+const DOCUMENTATION: &str = "/docs/idempotency";
+
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("examples/shop/migrations");
 
 #[actix_web::main]
@@ -34,7 +37,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     migrations::run_pending(&url, MIGRATIONS).await?;
 
     let pool = pool(&url)?;
-    let idempotency = Idempotency::postgres(pool.clone()).with(policy());
+    let policy = policy();
+    let idempotency = Idempotency::postgres(pool.clone()).with(policy.clone());
     idempotency.check().await?;
     let drain = idempotency.drain();
     let machine = web::Data::new(payments::machine());
@@ -46,6 +50,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             .app_data(web::Data::new(pool.clone()))
             .app_data(web::Data::new(idempotency.clone()))
             .app_data(machine.clone())
+            .service(Idempotency::document(&policy, DOCUMENTATION))
             .service(products::show)
             .service(coupons::claim)
             .service(payments::callback)
@@ -74,7 +79,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 fn policy() -> Policy {
     // By default PUT is not protected, since HTTP calls it idempotent; but a change of an order moves stock. What it asks
     // for includes the version that it was decided on.
-    let policy = Policy::new().methods([Method::POST, Method::PUT]).fingerprint_header("If-Match");
+    let policy =
+        Policy::new().methods([Method::POST, Method::PUT]).fingerprint_header("If-Match").documentation(DOCUMENTATION);
     match env::var("LEASE_SECONDS").ok().and_then(|seconds| seconds.parse().ok()) {
         Some(seconds) => policy.lease(Duration::from_secs(seconds)),
         None => policy.atomic(),

@@ -8,6 +8,7 @@ mod cleanup;
 mod complete_in;
 mod completer;
 mod concurrency;
+mod conformance;
 mod crash;
 mod defence;
 mod dropped;

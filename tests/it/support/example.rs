@@ -85,7 +85,7 @@ impl Drop for Example {
 }
 
 /// Where cargo has put it. `cargo test` has built it already, `cargo test --test it` has not.
-fn build(name: &str) -> PathBuf {
+pub fn build(name: &str) -> PathBuf {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let built = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
