@@ -1,3 +1,4 @@
+//! [`Admin`]: crate::Admin
 //! [`Completer`]: crate::Completer
 //! [`Drain`]: crate::Drain
 //! [`Gauges`]: crate::Gauges
@@ -19,6 +20,7 @@
 #![deny(missing_docs, missing_debug_implementations, unreachable_pub)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
+pub mod admin;
 mod atomic;
 mod body;
 mod check;
@@ -67,6 +69,7 @@ pub mod transition;
 pub mod version;
 
 pub use crate::{
+    admin::Admin,
     completer::{Completer, Completing},
     drain::Drain,
     duplicate::{DuplicateError, Duplicates, InsertError, InsertOrFetch, Inserted},

@@ -34,9 +34,9 @@ pub const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations");
 /// claim pays for it. Run it by [`run_pending`], or copy it from `migrations-optional/` into yours.
 pub const PRINCIPAL_INDEX: EmbeddedMigrations = embed_migrations!("migrations-optional/principal");
 
-/// An index of the keys that are outstanding, for [`Completer`](crate::Completer): optional, because every
-/// completion pays for it (it is no heap-only update any more, and writes into every index). Run it by
-/// [`run_pending`], or copy it into yours.
+/// An index of the keys that are outstanding, for [`Completer`](crate::Completer) and
+/// [`Admin`](crate::Admin): optional, because every completion pays for it (it is no heap-only update any
+/// more, and writes into every index). Run it by [`run_pending`], or copy it into yours.
 pub const OUTSTANDING_INDEX: EmbeddedMigrations = embed_migrations!("migrations-optional/outstanding");
 
 /// Brings the tables of this crate up to date. Any number of processes may do so at once: one

@@ -61,6 +61,20 @@ impl Scope {
         Self { domain: Domain::Once, tenant: None, principal: None, resource: resource.into() }
     }
 
+    /// The keys of requests for one resource (`POST /orders`, or the name that the policy gives), of nobody in
+    /// particular: for [`Admin::look`](crate::Admin::look).
+    ///
+    /// ```
+    /// use actix_idempotency::Scope;
+    ///
+    /// let scope = Scope::request("POST /orders").for_principal("alice");
+    /// assert_eq!(scope.principal(), Some("alice"));
+    /// ```
+    #[must_use]
+    pub fn request(resource: impl Into<String>) -> Self {
+        Self::http(None, None, resource.into())
+    }
+
     /// The keys of this tenant.
     #[must_use]
     pub fn for_tenant(self, tenant: impl Into<String>) -> Self {

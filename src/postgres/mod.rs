@@ -9,6 +9,8 @@ pub(crate) mod duplicate;
 pub(crate) mod gauges;
 pub(crate) mod guarded;
 pub(crate) mod inbox;
+pub(crate) mod inspect;
+pub(crate) mod intervene;
 pub(crate) mod keys;
 pub(crate) mod lapsed;
 pub(crate) mod outbox;

@@ -33,6 +33,10 @@
 //! | `store-unavailable` | error | the store failed |
 //! | `body-failed` | error | the body of an answer failed before it was kept |
 //! | `swept` | debug | expired rows were deleted |
+//! | `released-by-hand` | info | somebody released a lapsed key, by [`Admin`](crate::Admin) |
+//! | `force-released` | warn | somebody took a key from the attempt that runs it |
+//! | `expired-by-hand` | info | somebody ended the retention of a completed key |
+//! | `erased` | info | somebody deleted the keys of a principal (a digest here): `gone` so many, `left` so many |
 //! | `message-parked` | error | a message has failed as often as it may |
 //! | `event-failed` | warn | an event of the outbox could not be delivered; it will be tried again |
 //! | `event-parked` | error | an event of the outbox was tried often enough |
@@ -144,6 +148,10 @@ events! {
     StoreUnavailable = ERROR "store-unavailable",
     BodyFailed = ERROR "body-failed",
     Swept = DEBUG "swept",
+    ReleasedByHand = INFO "released-by-hand",
+    ForceReleased = WARN "force-released",
+    ExpiredByHand = INFO "expired-by-hand",
+    Erased = INFO "erased",
     MessageParked = ERROR "message-parked",
     DeliveryFailed = WARN "event-failed",
     DeliveryParked = ERROR "event-parked",
@@ -203,6 +211,13 @@ pub(crate) fn swept(rows: u64) {
     say!(debug, Event::Swept, rows);
     metrics::counter!("idempotency_swept_rows_total").increment(rows);
     count(Event::Swept, None, None);
+}
+
+/// The keys of a principal were deleted.
+pub(crate) fn erased(principal: &str, gone: u64, left: u64) {
+    let principal = scope::redacted(principal);
+    say!(info, Event::Erased, principal, gone, left);
+    count(Event::Erased, None, None);
 }
 
 /// A message has failed as often as it may.

@@ -14,6 +14,7 @@ const LAYERS: &[(u8, &[&str])] = &[
         4,
         &[
             "lib",
+            "admin",
             "middleware",
             "completer",
             "gauges",

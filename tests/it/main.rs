@@ -1,5 +1,6 @@
 //! The promises, over real sockets and a real Postgres: `./with-postgres cargo test`.
 
+mod admin;
 mod architecture;
 mod atomic;
 mod browser;

@@ -1,0 +1,159 @@
+//! A key as people who run the service see it.
+
+use std::{
+    fmt,
+    time::{Duration, SystemTime},
+};
+
+use crate::{
+    postgres::inspect::{Pin, Row},
+    scope::{KeyId, redacted},
+};
+
+/// What a key is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum State {
+    /// Somebody runs it, and the lease is live.
+    Outstanding,
+    /// Somebody ran it, and the lease has ended without an answer. A retry takes it over.
+    Lapsed,
+    /// An attempt has given it back. A retry runs.
+    Released,
+    /// The answer is stored. A retry gets it.
+    Completed,
+    /// Its retention is over, whatever it was before. The next request is a first one.
+    Expired,
+}
+
+impl State {
+    /// In the words of the table: `outstanding`, `lapsed`, `released`, `completed`, `expired`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Outstanding => "outstanding",
+            Self::Lapsed => "lapsed",
+            Self::Released => "released",
+            Self::Completed => "completed",
+            Self::Expired => "expired",
+        }
+    }
+
+    fn of(text: &str) -> Self {
+        match text {
+            "lapsed" => Self::Lapsed,
+            "released" => Self::Released,
+            "completed" => Self::Completed,
+            "expired" => Self::Expired,
+            _ => Self::Outstanding,
+        }
+    }
+}
+
+/// The row of a key, as it was when it was looked at: by the database's clock, without header values and body.
+///
+/// What the table shows of key, tenant and principal is there for people who look; `Debug` shows no key, and tenant
+/// and principal as digests.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct Entry {
+    pub(super) id: KeyId,
+    pub(super) owner: Vec<u8>,
+    /// As it is stored.
+    pub(super) stored: String,
+    /// `http` for keys of requests, `once` for those of plain functions.
+    pub domain: String,
+    /// As the policy's closure named it, or a digest where that is too long.
+    pub tenant: Option<String>,
+    /// The same; by default a digest of the credential. `None`: the anonymous one.
+    pub principal: Option<String>,
+    /// `POST /orders`, or the name that the policy gives.
+    pub resource: String,
+    /// What the client sent.
+    pub key: String,
+    /// What it is doing.
+    pub state: State,
+    /// Which attempt has it, or had it last. The first is 1.
+    pub attempt: u32,
+    /// When the first attempt claimed it.
+    pub created_at: SystemTime,
+    /// When the lease ends, or ended. `None`: it is held without end, as
+    /// [`OnFailure`](crate::OnFailure) may ask for.
+    pub leased_until: Option<SystemTime>,
+    /// When the answer was stored.
+    pub completed_at: Option<SystemTime>,
+    /// What is left of the lease. `None` where nobody has one, or it has no end.
+    pub lease_left: Option<Duration>,
+    /// What is left until it expires; zero where it has expired. `None`: it never does.
+    pub expires_in: Option<Duration>,
+    /// Of the stored answer, or of the attempt that gave the key back.
+    pub status: Option<u16>,
+    /// Those of the stored answer, in their order.
+    pub header_names: Vec<String>,
+    /// Bytes of the stored body. `None` where there is none.
+    pub body_size: Option<u64>,
+    /// Whether the body was too large to keep.
+    pub body_omitted: bool,
+}
+
+impl Entry {
+    /// `None` where the row was not written by this crate.
+    pub(super) fn of((pin, shown, life, kept): Row) -> Option<Self> {
+        let Pin { id, owner, state: stored } = pin;
+        let state = State::of(&life.state);
+        Some(Self {
+            id: KeyId(id.try_into().ok()?),
+            owner,
+            stored,
+            domain: shown.domain,
+            tenant: shown.tenant,
+            principal: shown.principal,
+            resource: shown.resource,
+            key: shown.key,
+            state,
+            attempt: life.attempt.unsigned_abs(),
+            created_at: life.created_at,
+            leased_until: life.leased_until,
+            completed_at: life.completed_at,
+            lease_left: life.lease_left_ms.filter(|_| state == State::Outstanding).map(left),
+            expires_in: life.expires_in_ms.map(left),
+            status: kept.status.map(i16::cast_unsigned),
+            header_names: kept.header_names.unwrap_or_default(),
+            body_size: kept.body_size.map(|bytes| bytes.unsigned_abs().into()),
+            body_omitted: kept.body_omitted,
+        })
+    }
+
+    /// The id of the row, in hex. Its first twelve digits are the `id` of log lines.
+    #[must_use]
+    pub fn id(&self) -> String {
+        hex::encode(self.id.0)
+    }
+
+    /// Whether nobody has written the row since `seen`, but for a lease that was renewed.
+    pub(super) fn is_as(&self, seen: &Self) -> bool {
+        self.id == seen.id && self.owner == seen.owner && self.stored == seen.stored
+    }
+}
+
+fn left(ms: i64) -> Duration {
+    Duration::from_millis(ms.try_into().unwrap_or_default())
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Entry")
+            .field("id", &self.id)
+            .field("domain", &self.domain)
+            .field("tenant", &self.tenant.as_deref().map(redacted))
+            .field("principal", &self.principal.as_deref().map(redacted))
+            .field("resource", &self.resource)
+            .field("state", &self.state)
+            .field("attempt", &self.attempt)
+            .field("lease_left", &self.lease_left)
+            .field("expires_in", &self.expires_in)
+            .field("status", &self.status)
+            .field("body_size", &self.body_size)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,218 @@
+//! Which keys are looked for, and how far.
+
+use std::{fmt, num::NonZeroU32};
+
+use super::{Admin, Entry};
+use crate::{
+    engine::store::Checkout,
+    error::Error,
+    postgres::inspect::{self, By, Wanted},
+    scope::{readable, redacted},
+};
+
+/// How many keys a search brings at most: what fits on a page.
+pub const DEFAULT_LIMIT: u32 = 100;
+/// How many rows one statement looks through.
+pub const STRETCH: u32 = 10_000;
+/// How many stretches one call looks through: a hundred thousand rows.
+pub const STRETCHES: u32 = 10;
+
+/// Which keys are wanted: all that fit everything that is said.
+///
+/// ```
+/// use actix_idempotency::admin::Search;
+///
+/// let all = Search::new();
+/// let hers = Search::new().principal("alice").resource("POST /orders").limit(20.try_into().unwrap());
+/// ```
+///
+/// `Debug` shows no key, and tenant and principal as digests.
+#[derive(Clone)]
+pub struct Search {
+    key: Option<String>,
+    tenant: Option<String>,
+    principal: Option<String>,
+    resource: Option<String>,
+    outstanding: bool,
+    limit: NonZeroU32,
+    after: Option<Rest>,
+}
+
+/// Where a search has stopped.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Rest(Vec<u8>);
+
+impl fmt::Debug for Rest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Rest")
+    }
+}
+
+/// What a search has found.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Found {
+    /// The newest first; of a search for those that are outstanding, the oldest.
+    pub entries: Vec<Entry>,
+    /// Whether every row was looked through that could fit. The entries may be fewer than fit, see
+    /// [`Search::limit`].
+    pub is_whole: bool,
+    /// What to go on with ([`Search::after`]), where the table was walked and has more rows.
+    pub rest: Option<Rest>,
+}
+
+impl Default for Search {
+    fn default() -> Self {
+        Self {
+            key: None,
+            tenant: None,
+            principal: None,
+            resource: None,
+            outstanding: false,
+            limit: NonZeroU32::new(DEFAULT_LIMIT).unwrap_or(NonZeroU32::MIN),
+            after: None,
+        }
+    }
+}
+
+impl Search {
+    /// For every key there is.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With this text, whoever's it is.
+    #[must_use]
+    pub fn key(self, key: &str) -> Self {
+        Self { key: Some(key.into()), ..self }
+    }
+
+    /// Of this tenant.
+    #[must_use]
+    pub fn tenant(self, tenant: &str) -> Self {
+        Self { tenant: Some(readable(tenant)), ..self }
+    }
+
+    /// Of this principal: what the policy's closure returns, or the digest that the table shows.
+    #[must_use]
+    pub fn principal(self, principal: &str) -> Self {
+        Self { principal: Some(readable(principal)), ..self }
+    }
+
+    /// Of this resource: `POST /orders`, or the name that the policy gives.
+    #[must_use]
+    pub fn resource(self, resource: &str) -> Self {
+        Self { resource: Some(readable(resource)), ..self }
+    }
+
+    /// Only those that are outstanding, lapsed ones included; the oldest first.
+    #[must_use]
+    pub fn outstanding(self) -> Self {
+        Self { outstanding: true, ..self }
+    }
+
+    /// How many at most. Default: [`DEFAULT_LIMIT`].
+    #[must_use]
+    pub fn limit(self, keys: NonZeroU32) -> Self {
+        Self { limit: keys, ..self }
+    }
+
+    /// Goes on where another search has stopped.
+    #[must_use]
+    pub fn after(self, rest: Rest) -> Self {
+        Self { after: Some(rest), ..self }
+    }
+
+    fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            key: self.key.as_deref(),
+            tenant: self.tenant.as_deref(),
+            principal: self.principal.as_deref(),
+            resource: self.resource.as_deref(),
+            outstanding: self.outstanding,
+            limit: self.limit.get().into(),
+        }
+    }
+
+    /// By an index, if there is one that helps. Whoever goes on walks.
+    async fn way(&self, conn: &mut Checkout) -> Result<By, Error> {
+        if self.after.is_some() {
+            return Ok(By::Id);
+        }
+        for (helps, by) in [(self.outstanding, By::Outstanding), (self.principal.is_some(), By::Principal)] {
+            if helps && inspect::is_indexed(conn, by).await? {
+                return Ok(by);
+            }
+        }
+        Ok(By::Id)
+    }
+
+    fn sort(&self, entries: &mut Vec<Entry>) {
+        entries.sort_by_key(|entry| (entry.created_at, entry.id.0));
+        if !self.outstanding {
+            entries.reverse();
+        }
+        entries.truncate(self.limit.get() as usize);
+    }
+}
+
+impl fmt::Debug for Search {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Search")
+            .field("key", &self.key.as_ref().map(|key| format!("{} bytes", key.len())))
+            .field("tenant", &self.tenant.as_deref().map(redacted))
+            .field("principal", &self.principal.as_deref().map(redacted))
+            .field("resource", &self.resource)
+            .field("outstanding", &self.outstanding)
+            .field("limit", &self.limit)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What has been looked through.
+#[derive(Default)]
+struct Walked {
+    ids: Vec<Vec<u8>>,
+    is_whole: bool,
+    rest: Option<Rest>,
+}
+
+impl Admin {
+    /// The keys that fit, in a bounded look: with [`OUTSTANDING_INDEX`](crate::migrations::OUTSTANDING_INDEX) through
+    /// the [`STRETCH`] outstanding keys whose leases end first, with
+    /// [`PRINCIPAL_INDEX`](crate::migrations::PRINCIPAL_INDEX) through as many keys of the principal, and
+    /// otherwise through [`STRETCHES`] times as many rows of the table in the order of their ids, which is no order in
+    /// time. [`Found`] says whether that was all, and how to go on.
+    ///
+    /// # Errors
+    ///
+    /// Where the store fails.
+    pub async fn search(&self, search: &Search) -> Result<Found, Error> {
+        let by = self.ask(async |conn| search.way(conn).await).await?;
+        let walked = self.walk(search, by).await?;
+        let mut entries = self.entries(&walked.ids).await?;
+        // One that has ended since it was found is not outstanding any more.
+        entries.retain(|entry| !search.outstanding || entry.stored == "outstanding");
+        search.sort(&mut entries);
+        Ok(Found { entries, is_whole: walked.is_whole, rest: walked.rest })
+    }
+
+    async fn walk(&self, search: &Search, by: By) -> Result<Walked, Error> {
+        let mut after = search.after.as_ref().map(|Rest(after)| after.clone()).unwrap_or_default();
+        let mut walked = Walked::default();
+        for _ in 0..STRETCHES {
+            let look =
+                async |conn: &mut Checkout| Ok(inspect::find(conn, by, &after, STRETCH.into(), search.wanted()).await?);
+            let looked = self.ask(look).await?;
+            walked.ids.extend(looked.ids);
+            walked.is_whole = looked.rows < STRETCH.into();
+            if walked.is_whole || by != By::Id {
+                return Ok(walked);
+            }
+            after = looked.end.unwrap_or_default();
+        }
+        walked.rest = Some(Rest(after));
+        Ok(walked)
+    }
+}
