@@ -61,7 +61,7 @@ pub struct Entry {
     pub(super) owner: Vec<u8>,
     /// As it is stored.
     pub(super) stored: String,
-    /// `http` for keys of requests, `once` for those of plain functions.
+    /// `http` for keys of requests, `once` for those of plain functions, `token` for form tokens.
     pub domain: String,
     /// As the policy's closure named it, or a digest where that is too long.
     pub tenant: Option<String>,

@@ -226,12 +226,10 @@ async fn of_an_owner_that_completes_and_a_forced_release_one_wins() {
             let owner = spawn(ask().held().answer());
             rig.gate.entered(round).await;
             let live = seen(&admin, &key).await;
-            let open = async {
-                // Now a little earlier, now a little later.
-                sleep(Duration::from_millis(round as u64 % 4)).await;
-                rig.gate.open(1);
-            };
-            let (acted, ()) = join(admin.force_release(&live), open).await;
+            rig.gate.open(1);
+            // Now before the owner has written, now after it, now in between.
+            sleep(Duration::from_millis(round as u64 % 8)).await;
+            let acted = admin.force_release(&live).await;
             let answer = owner.await.unwrap();
             let own = i64::from(answer.status == 201);
             match acted.unwrap() {
