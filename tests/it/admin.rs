@@ -74,7 +74,8 @@ async fn rig(policy: Policy) -> Rig {
                 .route("/steps", web::post().to(in_steps)),
         );
     };
-    Rig::builder().policy(policy).pool_size(8).serve(routes).await
+    // Above that a running IdemTx holds its row, and a forced release finds it locked.
+    Rig::builder().policy(policy).pool_size(8).database(Db::read_committed().await).serve(routes).await
 }
 
 trait Held {
