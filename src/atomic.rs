@@ -14,13 +14,14 @@ use std::{
 };
 
 use crate::{
-    claim::{self, Ask, Claim, Columns, Decision},
+    claim::{self, Ask, Claim, Columns},
+    decision::{Decision, decide},
     engine::{Engine, leases::Owner, store::in_time},
     error::{Error, ErrorKind},
     lease::Ended,
     policy::{Policy, Quota},
     postgres::{
-        keys::Row,
+        row::Row,
         transactions::{self, Seen},
     },
     refusal::{self, Code},
@@ -143,7 +144,7 @@ async fn is_full(transaction: &mut Transaction, ask: &Ask, policy: &Policy) -> R
 
 /// What a row says, if that is not to run the handler.
 pub(crate) fn told_by(row: Row, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
-    match claim::decide(&row, &ask.fingerprint, &[], policy.on_completed) {
+    match decide(&row, &ask.fingerprint, &[], policy.on_completed) {
         Decision::TakeOver(_) | Decision::Mine => Ok(None),
         decision => claim::told(decision, row, ask, policy).map(Some),
     }

@@ -14,6 +14,7 @@ use std::{
 
 use crate::{
     atomic::Atomic,
+    decision::{Decision, How, decide},
     engine::{
         Engine,
         ending::millis,
@@ -27,10 +28,11 @@ use crate::{
     policy::{OnCompleted, Policy, Quota},
     postgres::{
         AsyncPgConnection,
-        keys::{self, NewClaim, Row, Takeover},
+        keys::{self, NewClaim, Takeover},
+        row::Row,
     },
     scope::{Domain, KeyId, Scope, readable},
-    snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
+    snapshot::ResponseSnapshot,
     source::Found,
     telemetry::{self, Event},
     transaction::Transaction,
@@ -360,78 +362,6 @@ enum Inserted {
     Ours,
     Conflict,
     WaitedInVain,
-}
-
-/// What the table of the protocol says about a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Decision {
-    /// An earlier try of this very claim has landed.
-    Mine,
-    Replay,
-    /// The request cannot be compared with the one that was answered: the recipe has changed.
-    ReplayUncompared,
-    Outstanding,
-    KeyReused,
-    NewerVersion,
-    TakeOver(How),
-}
-
-/// Why a row may be taken over.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum How {
-    /// It is as good as absent.
-    Expired,
-    /// Nothing was done: a corrected request may use the key.
-    Corrected,
-    /// The same request again after a release.
-    Retried,
-    /// The same request again after its lease lapsed.
-    Lapsed,
-    /// It is completed, and the policy runs it again.
-    Again,
-}
-
-impl How {
-    /// A retry goes on with the attempt count and the seed of the row.
-    fn is_retry(self) -> bool {
-        matches!(self, Self::Retried | Self::Lapsed)
-    }
-
-    fn event(self) -> Event {
-        match self {
-            Self::Expired => Event::Expired,
-            Self::Corrected | Self::Retried => Event::Retried,
-            Self::Lapsed => Event::TakenOver,
-            Self::Again => Event::RunAgain,
-        }
-    }
-}
-
-/// The table: row by request. What cannot be compared is never taken for the same request, unless
-/// there is an answer to give.
-pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8], on_completed: OnCompleted) -> Decision {
-    if row.expired {
-        return Decision::TakeOver(How::Expired);
-    }
-    if row.recipe_version > RECIPE_VERSION || row.snapshot_version.is_some_and(|version| version > SNAPSHOT_VERSION) {
-        return Decision::NewerVersion;
-    }
-    let comparable = fingerprint.by(&row.recipe).filter(|_| row.recipe_version == RECIPE_VERSION);
-    let same = comparable.is_some_and(|digest| row.fingerprint == digest);
-    let comparable = comparable.is_some();
-    let nothing_done = row.status.is_some_and(|status| status < 500);
-    match row.state.as_str() {
-        "completed" if on_completed == OnCompleted::RunAgain => Decision::TakeOver(How::Again),
-        "completed" if same => Decision::Replay,
-        "completed" if !comparable => Decision::ReplayUncompared,
-        "outstanding" if row.owner == owner => Decision::Mine,
-        "outstanding" if same && row.lease_left_ms <= 0 => Decision::TakeOver(How::Lapsed),
-        "outstanding" if same || !comparable => Decision::Outstanding,
-        "released" if same => Decision::TakeOver(How::Retried),
-        "released" if nothing_done => Decision::TakeOver(How::Corrected),
-        "released" if !comparable => Decision::Outstanding,
-        _ => Decision::KeyReused,
-    }
 }
 
 /// What somebody is told who does not get the key.

@@ -18,7 +18,7 @@ use tokio::{task::JoinHandle, time::sleep};
 use crate::{
     engine::{Engine, background, store::in_time},
     error::Error,
-    middleware::Idempotency,
+    idempotency::Idempotency,
     policy::DEFAULT_STORE_TIMEOUT,
     postgres::gauges,
     sweeper::jittered,

@@ -26,6 +26,7 @@ mod body;
 mod check;
 mod claim;
 pub mod completer;
+mod decision;
 mod digest;
 mod document;
 pub mod drain;
@@ -40,6 +41,7 @@ pub mod form_token;
 pub mod gauges;
 pub mod guarded;
 pub mod header;
+mod idempotency;
 pub mod inbox;
 mod isolation;
 mod json;
@@ -78,11 +80,12 @@ pub use crate::{
     form_token::TokenIssuer,
     gauges::{Gauges, Sample},
     guarded::{Decrement, GuardedError},
+    idempotency::Idempotency,
     inbox::{Handled, Inbox, InboxError, Received},
     isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},
-    middleware::{Idempotency, IdempotencyMiddleware},
+    middleware::IdempotencyMiddleware,
     once::{Once, OnceError, Outcome},
     outbox::{Event, OutboxError, Relay},
     policy::{OnCompleted, OnFailure, OnOutstanding, Part, Policy, Quota},

@@ -14,7 +14,7 @@ use super::{Engine, background, leases::Owner, store::in_time};
 use crate::{
     error::{Error, ErrorKind},
     policy::Policy,
-    postgres::keys,
+    postgres::{keys, row::Row},
     scope::KeyId,
     snapshot::ResponseSnapshot,
     telemetry::{self, Event},
@@ -132,14 +132,14 @@ impl Engine {
     }
 
     /// The row as it is, or `None`. Asked again where the connection turns out to be dead.
-    pub(crate) async fn look(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
+    pub(crate) async fn look(&self, id: &KeyId, policy: &Policy) -> Result<Option<Row>, Error> {
         match self.look_once(id, policy).await {
             Err(error) if error.kind() == ErrorKind::Connection => self.look_once(id, policy).await,
             row => row,
         }
     }
 
-    async fn look_once(&self, id: &KeyId, policy: &Policy) -> Result<Option<keys::Row>, Error> {
+    async fn look_once(&self, id: &KeyId, policy: &Policy) -> Result<Option<Row>, Error> {
         let look = async {
             let mut conn = self.store.connection().await?;
             let row = keys::look(&mut conn, &id.0).await?;

@@ -6,13 +6,16 @@
 //! transaction that the statement is.
 
 use diesel::{
-    QueryResult, Queryable, deserialize,
-    pg::{Pg, data_types::PgTimestamp},
-    sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text, Timestamptz},
+    QueryResult,
+    sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text},
 };
 use diesel_async::RunQueryDsl;
 
-use super::{AsyncPgConnection, statement};
+use super::{
+    AsyncPgConnection,
+    row::{ROW_COLUMNS, Row, RowColumns},
+    statement,
+};
 
 /// What a claim writes.
 #[derive(Clone, Copy)]
@@ -98,94 +101,6 @@ statement! {
 /// Whether this time, in milliseconds since 1970, has come.
 pub(crate) async fn is_past(conn: &mut AsyncPgConnection, at_ms: i64) -> QueryResult<bool> {
     AskIfPast { at_ms: &at_ms }.get_result(conn).await
-}
-
-/// A row as a claim sees it.
-#[derive(Debug)]
-pub(crate) struct Row {
-    pub(crate) fingerprint: Vec<u8>,
-    pub(crate) recipe: Vec<u8>,
-    pub(crate) recipe_version: i16,
-    pub(crate) state: String,
-    pub(crate) owner: Vec<u8>,
-    pub(crate) attempt: i32,
-    pub(crate) seed: Vec<u8>,
-    /// What is left of the lease of an outstanding row; 0 or less: it has lapsed.
-    pub(crate) lease_left_ms: i64,
-    pub(crate) expired: bool,
-    pub(crate) status: Option<i16>,
-    pub(crate) header_names: Option<Vec<String>>,
-    pub(crate) header_values: Option<Vec<Vec<u8>>>,
-    pub(crate) body: Option<Vec<u8>>,
-    pub(crate) snapshot_version: Option<i16>,
-    /// `None`: never.
-    pub(crate) expires_in_ms: Option<i64>,
-}
-
-/// The columns of a [`Row`], with the database's time behind them: what follows from times is cheaper to
-/// compute here than in a statement.
-pub(crate) type RowColumns = (
-    Binary,
-    Binary,
-    SmallInt,
-    Text,
-    Binary,
-    Integer,
-    Binary,
-    Nullable<SmallInt>,
-    Nullable<Array<Text>>,
-    Nullable<Array<Binary>>,
-    Nullable<Binary>,
-    Nullable<SmallInt>,
-    (Timestamptz, Timestamptz, Nullable<Timestamptz>, Nullable<Timestamptz>, Timestamptz),
-);
-
-pub(crate) const ROW_COLUMNS: &str = "k.fingerprint, k.recipe, k.recipe_version, k.state, k.owner, k.attempt, k.seed, \
-     k.status, k.header_names, k.header_values, k.body, k.snapshot_version, k.created_at, k.leased_until, \
-     k.completed_at, k.expires_at, clock_timestamp()";
-
-impl Queryable<RowColumns, Pg> for Row {
-    #[rustfmt::skip]
-    type Row = (
-        Vec<u8>, Vec<u8>, i16, String, Vec<u8>, i32, Vec<u8>, Option<i16>, Option<Vec<String>>, Option<Vec<Vec<u8>>>,
-        Option<Vec<u8>>, Option<i16>,
-        (PgTimestamp, PgTimestamp, Option<PgTimestamp>, Option<PgTimestamp>, PgTimestamp),
-    );
-
-    fn build(row: Self::Row) -> deserialize::Result<Self> {
-        #[rustfmt::skip]
-        let (
-            fingerprint, recipe, recipe_version, state, owner, attempt, seed, status, header_names, header_values,
-            body, snapshot_version, (created_at, leased_until, completed_at, expires_at, now),
-        ) = row;
-        // Microseconds; infinity is the largest number there is, and stays so.
-        let left = |until: i64| until.saturating_sub(now.0);
-        let retention = expires_at.map(|expires_at| expires_at.0.saturating_sub(created_at.0));
-        let ended = completed_at.unwrap_or(leased_until).0;
-        Ok(Self {
-            lease_left_ms: if leased_until.0 == i64::MAX { i64::MAX } else { ceil_ms(left(leased_until.0)) },
-            expired: retention.is_some_and(|retention| left(ended.saturating_add(retention)) <= 0),
-            expires_in_ms: completed_at
-                .zip(retention)
-                .map(|(completed_at, retention)| ceil_ms(left(completed_at.0.saturating_add(retention)))),
-            fingerprint,
-            recipe,
-            recipe_version,
-            state,
-            owner,
-            attempt,
-            seed,
-            status,
-            header_names,
-            header_values,
-            body,
-            snapshot_version,
-        })
-    }
-}
-
-fn ceil_ms(us: i64) -> i64 {
-    us.div_euclid(1000) + i64::from(us.rem_euclid(1000) > 0)
 }
 
 statement! {

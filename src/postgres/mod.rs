@@ -14,6 +14,7 @@ pub(crate) mod intervene;
 pub(crate) mod keys;
 pub(crate) mod lapsed;
 pub(crate) mod outbox;
+pub(crate) mod row;
 pub(crate) mod savepoint;
 pub(crate) mod server;
 pub(crate) mod steps;

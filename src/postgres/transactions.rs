@@ -12,7 +12,8 @@ use diesel_async::{AnsiTransactionManager, AsyncConnection, RunQueryDsl, SimpleA
 
 use super::{
     AsyncPgConnection,
-    keys::{Answer, NewClaim, ROW_COLUMNS, Row, RowColumns},
+    keys::{Answer, NewClaim},
+    row::{ROW_COLUMNS, Row, RowColumns},
     statement,
 };
 

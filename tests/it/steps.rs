@@ -9,7 +9,8 @@ use std::{
 };
 
 use actix_idempotency::{
-    Code, IdemKey, MAX_STEP_NAME, MAX_STEP_RESULT, Once, OnceError, Outcome, PgPool, Policy, Scope, StepError,
+    Code, IdemKey, IdemTx, Isolation, MAX_STEP_NAME, MAX_STEP_RESULT, Once, OnceError, Outcome, PgPool, Policy, Scope,
+    StepError,
 };
 use actix_web::{
     HttpResponse, Result,
@@ -19,7 +20,7 @@ use actix_web::{
 };
 
 use crate::support::{
-    app::{created, effect},
+    app::{created, effect, effect_in},
     client::{Answer, Raw, RequestExt, client, post},
     db::{Db, LAPSED},
     eventually,
@@ -314,6 +315,34 @@ async fn a_step_whose_result_cannot_be_stored_is_503() {
     rig.db.run("ALTER TABLE elsewhere RENAME TO idempotency_steps").await;
     assert_eq!(rig.post("/").key("a").answer().await.status, 201);
     assert_eq!(rig.db.effects("one").await, 2, "at least once");
+}
+
+/// Above READ COMMITTED `IdemTx` locks the row of the key, to which a step refers.
+#[actix_web::test]
+async fn a_step_waits_for_no_transaction_of_its_own_handler() {
+    async fn both(key: IdemKey, mut tx: IdemTx, pool: Data<PgPool>) -> Result<HttpResponse> {
+        let id = effect_in(&mut tx, "in the transaction").await?;
+        key.step("one", async || effect(&pool, "step").await.map(drop)).await?;
+        if key.attempt() == 1 {
+            return Err(InternalError::new("again", StatusCode::BAD_GATEWAY).into());
+        }
+        Ok(created(id))
+    }
+    for isolation in [Isolation::ReadCommitted, Isolation::RepeatableRead, Isolation::Serializable] {
+        let rig = Rig::builder()
+            .policy(Policy::new().anonymous().isolation(isolation))
+            .serve(|config: &mut ServiceConfig, idempotency, _| {
+                config.service(web::resource("/").wrap(idempotency.clone()).route(web::post().to(both)));
+            })
+            .await;
+        for status in [502, 201] {
+            let answer = rig.post("/").key("a").answer().await;
+            assert_eq!(answer.status, status, "{isolation:?}: {}", answer.text());
+        }
+        assert!(rig.post("/").key("a").answer().await.is_replay());
+        let effects = (rig.db.effects("step").await, rig.db.effects("in the transaction").await);
+        assert_eq!(effects, (1, 1), "{isolation:?}");
+    }
 }
 
 #[actix_web::test]
