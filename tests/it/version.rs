@@ -268,7 +268,8 @@ async fn a_batch_is_all_or_nothing_and_names_the_lost() {
 #[actix_web::test]
 async fn batches_in_opposite_orders_do_not_deadlock() {
     let db = db().await;
-    let pool = db.pool(8);
+    // A connection for each: what they wait for is each other's rows.
+    let pool = db.pool(24);
     let batches = (0..24).map(|n| {
         let pool = pool.clone();
         actix_web::rt::spawn(async move {
