@@ -196,13 +196,11 @@ struct Attempt<'a> {
     policy: &'a Arc<Policy>,
     owner: Owner,
     seed: [u8; 32],
-    columns: Columns,
 }
 
 impl<'a> Attempt<'a> {
     fn new(engine: &'a Arc<Engine>, ask: &'a Ask, policy: &'a Arc<Policy>) -> Self {
-        let columns = Columns::of(ask);
-        Self { engine, ask, policy, owner: rand::random(), seed: rand::random(), columns }
+        Self { engine, ask, policy, owner: rand::random(), seed: rand::random() }
     }
 
     async fn run(&self, unfinished: &mut Option<Lease>) -> Result<Claim, Error> {
@@ -268,12 +266,13 @@ impl<'a> Attempt<'a> {
     }
 
     async fn exceeds_quota(&self, conn: &mut Checkout) -> Result<bool, Error> {
-        exceeds_quota(conn, &self.columns, self.policy).await
+        exceeds_quota(conn, &Columns::of(self.ask), self.policy).await
     }
 
     async fn insert(&self, conn: &mut Checkout) -> Result<Inserted, Error> {
         let began = Instant::now();
-        match keys::insert(conn, &self.new_claim()).await.map_err(Error::from) {
+        let columns = Columns::of(self.ask);
+        match keys::insert(conn, &self.new_claim(&columns)).await.map_err(Error::from) {
             Ok(true) => {
                 telemetry::event(Event::Fresh, &self.ask.id);
                 Ok(Inserted::Ours)
@@ -319,7 +318,8 @@ impl<'a> Attempt<'a> {
             anew: !how.is_retry(),
             again: how == How::Again,
         };
-        let mut new = self.new_claim();
+        let columns = Columns::of(self.ask);
+        let mut new = self.new_claim(&columns);
         if how.is_retry() {
             // It may have been made by an earlier secret, and keys may have been derived from it.
             (new.fingerprint, new.recipe) = (&row.fingerprint, &row.recipe);
@@ -348,8 +348,8 @@ impl<'a> Attempt<'a> {
         Lease::new(self.ask, self.owner, self.seed, self.engine, self.policy)
     }
 
-    fn new_claim(&self) -> NewClaim<'_> {
-        self.columns.new_claim(self.ask, &self.owner, &self.seed, self.policy)
+    fn new_claim<'c>(&'c self, columns: &'c Columns) -> NewClaim<'c> {
+        columns.new_claim(self.ask, &self.owner, &self.seed, self.policy)
     }
 }
 

@@ -95,7 +95,7 @@ where
                     let case = Case::new(engine, policy, ask);
                     Rc::new(Protected { service, case }).answer(request).await
                 }
-                Ok(None) => keyless(&service, &engine, &policy, request).await,
+                Ok(None) => keyless(&service, &engine, &policy, request).boxed_local().await,
                 Err(refusal) => Ok(refuse(request, refusal.under(&policy))),
             }
         }
@@ -142,7 +142,7 @@ async fn find_key(
 ) -> Result<Option<Found>, Refusal> {
     for source in &policy.keys {
         if source.tokens().is_some() {
-            let tokens = submitted::tokens(request, policy, body).await?;
+            let tokens = submitted::tokens(request, policy, body).boxed_local().await?;
             match source.admit(request.request(), &tokens)? {
                 Some(found) => return Ok(Some(found)),
                 None => continue,

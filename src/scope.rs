@@ -190,10 +190,7 @@ fn resource_of(policy: &Policy, method: &str, pattern: &str) -> String {
 /// A digest of the `Basic` or `Bearer` credential.
 pub(crate) fn credential(request: &HttpRequest) -> Option<String> {
     let (scheme, credential) = request.headers().get(header::AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;
-    let scheme = scheme.to_ascii_lowercase();
-    if !matches!(scheme.as_str(), "basic" | "bearer") {
-        return None;
-    }
+    let scheme = ["basic", "bearer"].into_iter().find(|known| scheme.eq_ignore_ascii_case(known))?;
     let mut digest = Digest::new("actix-idempotency credential 1");
     digest.part(scheme).part(credential.trim());
     Some(format!("sha256:{}", hex::encode(digest.finish())))

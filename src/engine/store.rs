@@ -9,6 +9,7 @@ use diesel_async::{
     AsyncConnection, AsyncPgConnection, TransactionManager,
     pooled_connection::{AsyncDieselConnectionManager, PoolableConnection},
 };
+use futures_util::FutureExt;
 use tokio::time::timeout;
 
 use crate::{
@@ -35,11 +36,15 @@ impl Store {
 
 /// Bounds what is done with the store. Past the deadline the work is dropped, its connection is
 /// closed, and its outcome is unknown.
-pub(crate) async fn in_time<T>(deadline: Duration, work: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    match timeout(deadline, work).await {
-        Ok(outcome) => outcome,
-        Err(_) => Err(Error::new(ErrorKind::Timeout, "the store did not answer within the deadline")),
-    }
+///
+/// No `async fn`: that would have room for the work twice, once to take it and once to do it, and the
+/// futures around it would be copied at twice the size.
+pub(crate) fn in_time<T, W>(deadline: Duration, work: W) -> impl Future<Output = Result<T, Error>>
+where
+    W: Future<Output = Result<T, Error>>,
+{
+    let late = |_| Err(Error::new(ErrorKind::Timeout, "the store did not answer within the deadline"));
+    timeout(deadline, work).map(move |outcome| outcome.unwrap_or_else(late))
 }
 
 type Pooled = bb8::PooledConnection<'static, AsyncDieselConnectionManager<AsyncPgConnection>>;
