@@ -15,6 +15,7 @@
 //! [`telemetry`]: crate::telemetry
 //! [`transition`]: crate::transition
 //! [`version`]: crate::version
+//! [简体中文]: https://docs.rs/crate/actix-idempotency/latest/source/README.zh-CN.md
 //!
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs, missing_debug_implementations, unreachable_pub)]

@@ -35,6 +35,7 @@ mod outbox;
 mod pools;
 mod proxy;
 mod rabbit;
+mod readme;
 mod repeats;
 mod replay;
 mod schedules;
