@@ -141,7 +141,7 @@ fn both_readmes_say_the_same_section_by_section() {
         let what = |what: &str| format!("{}: {what} (headings: {in_english} and {in_chinese})", place(n));
         assert_eq!(one.level, other.level, "{}", what("the level of the heading"));
         assert_eq!(one.code.len(), other.code.len(), "{}", what("the number of blocks of code"));
-        for (one, other) in one.code.iter().zip(&other.code).filter(|(one, other)| one != other) {
+        if let Some((one, other)) = one.code.iter().zip(&other.code).find(|(one, other)| one != other) {
             let differing = one.lines().zip(other.lines()).find(|(one, other)| one != other);
             panic!("{}: {differing:?}", what("the code is not the same, byte for byte"));
         }
