@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::{
-    claim::{self, Ask, Claim, Columns},
+    claim::{self, Ahead, Ask, Claim, Columns},
     decision::{Decision, decide},
     engine::{Engine, leases::Owner, store::in_time},
     error::{Error, ErrorKind},
@@ -152,7 +152,7 @@ pub(crate) fn told_by(row: Row, ask: &Ask, policy: &Policy) -> Result<Option<Cla
 
 /// There is no lease that could end: whoever has the lock has it as long as the request runs.
 pub(crate) fn outstanding() -> Claim {
-    Claim::Outstanding { lease_left: Duration::MAX }
+    Ahead::unseen(Duration::MAX)
 }
 
 impl Atomic {

@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// A constraint that only the newest migration makes.
-const NEWEST: &str = "idempotency_keys_answer_check";
+const NEWEST: &str = "idempotency_keys_request_id_check";
 
 /// The first thing that is wrong.
 pub(crate) async fn check(pool: &PgPool) -> Result<(), Error> {

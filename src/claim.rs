@@ -31,6 +31,7 @@ use crate::{
         keys::{self, NewClaim, Takeover},
         row::Row,
     },
+    request_id::RequestId,
     scope::{Domain, KeyId, Scope, readable},
     snapshot::ResponseSnapshot,
     source::Found,
@@ -51,12 +52,15 @@ pub(crate) struct Ask {
     pub(crate) fingerprint: Fingerprint,
     /// When the key can no longer be claimed, in milliseconds since 1970, by the database's clock.
     pub(crate) not_after: Option<i64>,
+    /// Of this request.
+    pub(crate) request_id: Option<RequestId>,
 }
 
 impl Ask {
-    pub(crate) fn new(found: Found, scope: Scope, fingerprint: Fingerprint) -> Self {
+    pub(crate) fn new(found: Found, scope: Scope, fingerprint: Fingerprint, request_id: Option<RequestId>) -> Self {
         let id = scope.id(&found.source, &found.key);
-        Self { id, key: found.key, scope, fingerprint, not_after: found.form.map(|form| form.not_after) }
+        let not_after = found.form.map(|form| form.not_after);
+        Self { id, key: found.key, scope, fingerprint, not_after, request_id }
     }
 
     /// Whether the key is a form token.
@@ -65,8 +69,13 @@ impl Ask {
     }
 
     /// Of a plain function.
-    pub(crate) fn of_function(key: IdempotencyKey, scope: Scope, fingerprint: Fingerprint) -> Self {
-        Self { id: scope.id("", &key), key, scope, fingerprint, not_after: None }
+    pub(crate) fn of_function(
+        key: IdempotencyKey,
+        scope: Scope,
+        fingerprint: Fingerprint,
+        request_id: Option<RequestId>,
+    ) -> Self {
+        Self { id: scope.id("", &key), key, scope, fingerprint, not_after: None, request_id }
     }
 }
 
@@ -83,10 +92,10 @@ pub(crate) enum Claim {
     AlreadyCompleted,
     /// The principal has too many keys.
     QuotaExceeded,
-    /// Somebody runs it; the lease ends in so long.
-    Outstanding { lease_left: Duration },
-    /// The key was used for something else.
-    KeyReused,
+    /// Somebody runs it.
+    Outstanding(Ahead),
+    /// The key was used for something else, by the request of this id.
+    KeyReused { first_request: Option<String> },
     /// The form was sent already, and its answer is not for this request.
     TokenUsed,
     /// The form token was not used in time.
@@ -97,6 +106,22 @@ pub(crate) enum Claim {
     Draining,
 }
 
+/// What is known of the attempt that runs.
+#[derive(Debug)]
+pub(crate) struct Ahead {
+    /// The lease ends in so long.
+    pub(crate) lease_left: Duration,
+    /// The id of the request that claimed the key first, where it is known.
+    pub(crate) first_request: Option<String>,
+}
+
+impl Ahead {
+    /// Whose row nobody has seen.
+    pub(crate) fn unseen(lease_left: Duration) -> Claim {
+        Claim::Outstanding(Self { lease_left, first_request: None })
+    }
+}
+
 /// A stored answer, and what may be told of its key.
 #[derive(Debug)]
 pub(crate) struct Stored {
@@ -104,6 +129,8 @@ pub(crate) struct Stored {
     pub(crate) attempt: i32,
     /// `None`: never.
     pub(crate) expires_in: Option<Duration>,
+    /// The id of the request that claimed the key first, where it is known.
+    pub(crate) first_request: Option<String>,
 }
 
 /// Claims the key of a request, or says why not.
@@ -183,6 +210,7 @@ impl Columns {
             lease_ms: millis(policy.lease),
             retention_ms: policy.retention.map(millis),
             not_after_ms: ask.not_after,
+            request_id: ask.request_id.as_ref().map(RequestId::as_str),
             lock_timeout_ms: millis(policy.lock_timeout()),
             is_durable: policy.durable_claims,
         }
@@ -239,7 +267,7 @@ impl<'a> Attempt<'a> {
             };
             let claim = match row {
                 // Somebody is about to insert it, and takes long.
-                None if waited => Claim::Outstanding { lease_left: self.policy.lease },
+                None if waited => Ahead::unseen(self.policy.lease),
                 None if draining => Claim::Draining,
                 None if self.is_too_late(conn).await? => Claim::TokenExpired,
                 None if counts && self.exceeds_quota(conn).await? => Claim::QuotaExceeded,
@@ -248,13 +276,13 @@ impl<'a> Attempt<'a> {
                 Some(row) => match self.meet(conn, row, lease).await? {
                     Some(verdict) => return Ok(verdict),
                     // Whoever had it locked still has.
-                    None if waited => Claim::Outstanding { lease_left: self.policy.lease },
+                    None if waited => Ahead::unseen(self.policy.lease),
                     None => continue,
                 },
             };
             return Ok(Verdict::Theirs(claim));
         }
-        Ok(Verdict::Theirs(Claim::Outstanding { lease_left: self.policy.lease }))
+        Ok(Verdict::Theirs(Ahead::unseen(self.policy.lease)))
     }
 
     /// Whether the key can no longer be claimed. What is stored under it is not asked for that.
@@ -328,7 +356,8 @@ impl<'a> Attempt<'a> {
         match keys::take_over(conn, &new, &over).await.map_err(Error::from) {
             Ok(true) => {
                 (lease.attempt, lease.seed, lease.is_durable) = (attempt, seed, true);
-                telemetry::event(how.event(), &self.ask.id);
+                let first_request = row.request_id.as_deref().filter(|_| how.is_retry());
+                telemetry::joined(how.event(), &self.ask.id, first_request);
                 Ok(true)
             }
             Ok(false) => Ok(false),
@@ -377,10 +406,10 @@ pub(crate) fn told(decision: Decision, row: Row, ask: &Ask, policy: &Policy) -> 
             telemetry::event(Event::RecipeChanged, &ask.id);
             Claim::Replay(restore(row)?)
         }
-        Decision::KeyReused => Claim::KeyReused,
+        Decision::KeyReused => Claim::KeyReused { first_request: row.request_id },
         Decision::NewerVersion => Claim::NewerVersion,
         Decision::Outstanding | Decision::Mine | Decision::TakeOver(_) => {
-            Claim::Outstanding { lease_left: lease_left(&row) }
+            Claim::Outstanding(Ahead { lease_left: lease_left(&row), first_request: row.request_id })
         }
     })
 }
@@ -391,7 +420,7 @@ pub(crate) fn restore(row: Row) -> Result<Stored, Error> {
     };
     let snapshot = ResponseSnapshot::restore(status, &names, values, row.body).ok_or_else(unreadable)?;
     let expires_in = row.expires_in_ms.map(|ms| Duration::from_millis(ms.max(0).unsigned_abs()));
-    Ok(Stored { snapshot, attempt: row.attempt, expires_in })
+    Ok(Stored { snapshot, attempt: row.attempt, expires_in, first_request: row.request_id })
 }
 
 fn seed_of(row: &Row) -> Result<[u8; 32], Error> {

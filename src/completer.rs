@@ -288,8 +288,9 @@ impl Completer {
             scope: Scope::shown(self.domain, taken.tenant, taken.principal, &self.resource),
             fingerprint,
             not_after: None,
+            request_id: None,
         };
-        telemetry::event(Event::TakenOver, &ask.id);
+        telemetry::joined(Event::TakenOver, &ask.id, taken.request_id.as_deref());
         let lease = Lease::resumed(&ask, owner, taken.seed.try_into().ok()?, taken.attempt, &self.engine, &self.policy);
         Some((ask, lease))
     }

@@ -57,6 +57,7 @@ pub mod policy;
 pub mod pool;
 mod postgres;
 pub mod refusal;
+mod request_id;
 mod scope;
 mod secret;
 mod selection;
@@ -93,6 +94,7 @@ pub use crate::{
     pool::{PoolBuilder, pool},
     postgres::PgPool,
     refusal::{Code, Refusal, Wording},
+    request_id::MAX_REQUEST_ID_LENGTH,
     scope::Scope,
     secret::Secret,
     selection::Fields,

@@ -6,7 +6,7 @@ use std::{
     panic::AssertUnwindSafe,
     rc::Rc,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use actix_web::{
@@ -22,7 +22,7 @@ use tracing::Instrument;
 
 use crate::{
     atomic, body,
-    claim::{self, Ask, Claim},
+    claim::{self, Ahead, Ask, Claim},
     engine::{Engine, Patience},
     extract::{self, IdemKey, Slot},
     failpoint,
@@ -131,7 +131,8 @@ async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest)
     let all = Fields::all();
     let fields = policy.compare.as_ref().or(found.fields.as_ref()).unwrap_or(&all);
     let fingerprint = Fingerprint::of(request.request(), body.as_deref(), fields, policy);
-    Ok(Some(Ask::new(found, scope, fingerprint)))
+    let request_id = policy.id_of(request.request());
+    Ok(Some(Ask::new(found, scope, fingerprint, request_id)))
 }
 
 /// The first source that has a key. The body is read when one needs it, and once.
@@ -184,7 +185,7 @@ struct Protected<S> {
 /// What came of one look at the key.
 enum Turn<B> {
     Answered(Response<B>),
-    Outstanding(ServiceRequest, Duration),
+    Outstanding(ServiceRequest, Ahead),
 }
 
 impl<S, B> Protected<S>
@@ -201,15 +202,15 @@ where
                 return Ok(answered(request, self.case.refusal(Code::Busy.into())));
             }
             patience.listen();
-            let lease_left = match Rc::clone(&self).spawn(request).await? {
+            let ahead = match Rc::clone(&self).spawn(request).await? {
                 Turn::Answered(response) => return Ok(response),
-                Turn::Outstanding(back, lease_left) => {
+                Turn::Outstanding(back, ahead) => {
                     request = back;
-                    lease_left
+                    ahead
                 }
             };
             if !patience.wait(engine, ask.id, policy).await {
-                return Ok(answered(request, self.case.outstanding(lease_left)));
+                return Ok(answered(request, self.case.outstanding(ahead)));
             }
         }
     }
@@ -249,7 +250,7 @@ where
                 let slot = Slot::ready(engine, policy, transaction);
                 return self.run(Hold::Atomic(atomic), key, slot, request).boxed_local().await.map(Turn::Answered);
             }
-            Ok(Claim::Outstanding { lease_left }) => return Ok(Turn::Outstanding(request, lease_left)),
+            Ok(Claim::Outstanding(ahead)) => return Ok(Turn::Outstanding(request, ahead)),
             Ok(Claim::Replay(stored)) => self.case.replay(request.request(), stored),
             Ok(Claim::AlreadyCompleted) => self.case.refusal(Code::AlreadyCompleted.into()),
             Ok(Claim::QuotaExceeded) => {
@@ -257,7 +258,7 @@ where
             }
             Ok(Claim::TokenUsed) => self.case.refusal(Code::TokenUsed.into()),
             Ok(Claim::TokenExpired) => self.case.refusal(Code::TokenExpired.into()),
-            Ok(Claim::KeyReused) => self.case.key_reused(),
+            Ok(Claim::KeyReused { first_request }) => self.case.key_reused(first_request),
             Ok(Claim::NewerVersion) => self.case.refusal(Code::NewerVersion.into()),
             Ok(Claim::Draining) => self.case.refusal(Code::ShuttingDown.into()),
             Err(error) => self.case.unavailable(&error),

@@ -14,7 +14,7 @@ use tracing::Span;
 
 use crate::{
     atomic::Atomic,
-    claim::{self, Ask, Claim, Stored},
+    claim::{self, Ahead, Ask, Claim, Stored},
     engine::Engine,
     error::Error,
     extract::{IdemKey, Slot, Used, Verdict},
@@ -127,7 +127,7 @@ fn judge(status: StatusCode, verdict: Verdict, used: Used, completed: Option<Res
 
 impl Case {
     pub(crate) fn new(engine: Arc<Engine>, policy: Arc<Policy>, ask: Ask) -> Self {
-        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint);
+        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint, ask.request_id.as_ref());
         Self { engine, policy, ask, span, began: Instant::now() }
     }
 
@@ -290,7 +290,7 @@ impl Case {
             Ok(Some(Claim::Replay(stored))) => self.replayed(stored),
             Ok(Some(Claim::AlreadyCompleted)) => self.refusal(Code::AlreadyCompleted.into()),
             Ok(Some(Claim::TokenUsed)) => self.refusal(Code::TokenUsed.into()),
-            Ok(Some(Claim::KeyReused)) => self.key_reused(),
+            Ok(Some(Claim::KeyReused { first_request })) => self.key_reused(first_request),
             Ok(Some(Claim::NewerVersion)) => self.refusal(Code::NewerVersion.into()),
             Ok(_) => self.refusal(Code::LeaseLost.into()),
             Err(error) => {
@@ -315,7 +315,7 @@ impl Case {
     }
 
     fn replayed(&self, stored: Stored) -> HttpResponse<BoxBody> {
-        telemetry::event(Event::Replayed, &self.ask.id);
+        telemetry::joined(Event::Replayed, &self.ask.id, stored.first_request.as_deref());
         self.report("replayed");
         let mut response = stored.snapshot.replay(&self.policy);
         self.tell(response.headers_mut(), stored.attempt, stored.expires_in);
@@ -332,8 +332,8 @@ impl Case {
         }
     }
 
-    pub(crate) fn key_reused(&self) -> HttpResponse<BoxBody> {
-        telemetry::event(Event::KeyReused, &self.ask.id);
+    pub(crate) fn key_reused(&self, first_request: Option<String>) -> HttpResponse<BoxBody> {
+        telemetry::joined(Event::KeyReused, &self.ask.id, first_request.as_deref());
         let refusal = Refusal::new(Code::KeyReused);
         self.refusal(if self.ask.is_of_a_form() {
             refusal.detailed(
@@ -349,9 +349,9 @@ impl Case {
         self.refusal(Code::StoreUnavailable.into())
     }
 
-    pub(crate) fn outstanding(&self, lease_left: Duration) -> HttpResponse<BoxBody> {
-        telemetry::event(Event::Outstanding, &self.ask.id);
-        let wait = self.policy.retry_after.min(lease_left);
+    pub(crate) fn outstanding(&self, ahead: Ahead) -> HttpResponse<BoxBody> {
+        telemetry::joined(Event::Outstanding, &self.ask.id, ahead.first_request.as_deref());
+        let wait = self.policy.retry_after.min(ahead.lease_left);
         self.refusal(Refusal::new(Code::Outstanding).retry_after(wait))
     }
 

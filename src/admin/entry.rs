@@ -71,6 +71,9 @@ pub struct Entry {
     pub resource: String,
     /// What the client sent.
     pub key: String,
+    /// By what the logs know the request that claimed it first ([`Policy::request_id`](crate::Policy::request_id)); a
+    /// retry leaves it as it is. `None` where that brought none.
+    pub request_id: Option<String>,
     /// What it is doing.
     pub state: State,
     /// Which attempt has it, or had it last. The first is 1.
@@ -110,6 +113,7 @@ impl Entry {
             principal: shown.principal,
             resource: shown.resource,
             key: shown.key,
+            request_id: shown.request_id,
             state,
             attempt: life.attempt.unsigned_abs(),
             created_at: life.created_at,
@@ -150,6 +154,7 @@ impl fmt::Debug for Entry {
             .field("resource", &self.resource)
             .field("state", &self.state)
             .field("attempt", &self.attempt)
+            .field("request_id", &self.request_id)
             .field("lease_left", &self.lease_left)
             .field("expires_in", &self.expires_in)
             .field("status", &self.status)

@@ -21,6 +21,7 @@ use crate::{
     policy::{OnFailure, Policy, Quota},
     postgres::PgPool,
     refusal::Code,
+    request_id::RequestId,
     scope::Scope,
 };
 
@@ -80,6 +81,7 @@ use crate::{
 pub struct Once {
     engine: Arc<Engine>,
     policy: Arc<Policy>,
+    request_id: Option<RequestId>,
 }
 
 impl Once {
@@ -121,13 +123,32 @@ impl Once {
             "Once::with: OnFailure::Store keeps answers; return what is to be kept as the result"
         );
         assert!(policy.quota == Quota::default(), "Once::with: Policy::quota counts requests");
-        Self::on(Arc::clone(&self.engine), policy)
+        Self { request_id: self.request_id.clone(), ..Self::on(Arc::clone(&self.engine), policy) }
+    }
+
+    /// For calls on behalf of a request, a message or a job that the logs know by this id: it is stored with the first
+    /// call under a key and told on its replays, as [`Policy::request_id`] does for requests, and within the same bounds.
+    ///
+    /// ```no_run
+    /// # async fn example(once: actix_idempotency::Once) -> Result<(), actix_idempotency::OnceError<String>> {
+    /// use actix_idempotency::Scope;
+    ///
+    /// let outcome = once
+    ///     .request_id("job-2026-11-30")
+    ///     .run(Scope::once("monthly-invoices"), "2026-11", &(), async |_| Ok::<u32, String>(0))
+    ///     .await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn request_id(&self, id: &str) -> Self {
+        Self { request_id: RequestId::new(id), ..self.clone() }
     }
 
     fn on(engine: Arc<Engine>, policy: Policy) -> Self {
         // Of what only an answer has, nothing applies to a result.
         let policy = Policy { keep: Keep::Success, redact: None, ..policy.durable_claims() };
-        Self { engine, policy: Arc::new(policy) }
+        Self { engine, policy: Arc::new(policy), request_id: None }
     }
 
     /// Runs `work`, unless it was done under this key: then its stored result comes back.
@@ -167,15 +188,15 @@ impl Once {
                 return Err(Code::Busy.into());
             }
             patience.listen();
-            let lease_left = match run.spawn(work).await? {
+            let ahead = match run.spawn(work).await? {
                 run::Turn::Done(outcome) => return Ok(outcome),
-                run::Turn::Outstanding(back, lease_left) => {
+                run::Turn::Outstanding(back, ahead) => {
                     work = back;
-                    lease_left
+                    ahead
                 }
             };
             if !patience.wait(&self.engine, run.ask().id, &self.policy).await {
-                return run.answered(Claim::Outstanding { lease_left });
+                return run.answered(Claim::Outstanding(ahead));
             }
         }
     }
@@ -192,7 +213,7 @@ impl Once {
         let key = IdempotencyKey::try_from(key).map_err(OnceError::InvalidKey)?;
         let input = serde_json::to_vec(input).map_err(OnceError::Input)?;
         let fingerprint = Fingerprint::of_value(&input, &self.policy);
-        Ok(Ask::of_function(key, scope.of_functions(), fingerprint))
+        Ok(Ask::of_function(key, scope.of_functions(), fingerprint, self.request_id.clone()))
     }
 }
 

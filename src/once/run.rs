@@ -1,10 +1,6 @@
 //! One run, from the claim to the stored result, in a task of its own.
 
-use std::{
-    panic::AssertUnwindSafe,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{panic::AssertUnwindSafe, sync::Arc, time::Instant};
 
 use actix_web::http::StatusCode;
 use futures_util::FutureExt;
@@ -14,7 +10,7 @@ use tracing::{Instrument, Span};
 
 use super::{OnceError, Outcome};
 use crate::{
-    claim::{self, Ask, Claim},
+    claim::{self, Ahead, Ask, Claim},
     engine::Engine,
     extract::{IdemKey, Verdict},
     failpoint,
@@ -38,12 +34,12 @@ pub(crate) struct Run {
 /// What came of one look at the key.
 pub(super) enum Turn<T, F> {
     Done(Outcome<T>),
-    Outstanding(F, Duration),
+    Outstanding(F, Ahead),
 }
 
 impl Run {
     pub(crate) fn new(engine: &Arc<Engine>, policy: &Arc<Policy>, ask: Ask) -> Self {
-        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint);
+        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint, ask.request_id.as_ref());
         Self { engine: Arc::clone(engine), policy: Arc::clone(policy), ask, span, began: Instant::now() }
     }
 
@@ -85,7 +81,7 @@ impl Run {
                     Err(error) => Err(error),
                 }
             }
-            Ok(Claim::Outstanding { lease_left }) => return Ok(Turn::Outstanding(work, lease_left)),
+            Ok(Claim::Outstanding(ahead)) => return Ok(Turn::Outstanding(work, ahead)),
             Ok(claim) => self.answered(claim),
             Err(error) => {
                 telemetry::store_failed("work could not be claimed", &error);
@@ -210,25 +206,27 @@ impl Run {
 
     /// What somebody is told who is not to run.
     pub(super) fn answered<T: DeserializeOwned, E>(&self, claim: Claim) -> Result<Outcome<T>, OnceError<E>> {
-        let (event, code) = match claim {
+        let code = match claim {
             Claim::Replay(stored) => {
-                telemetry::event(Event::Replayed, &self.ask.id);
+                telemetry::joined(Event::Replayed, &self.ask.id, stored.first_request.as_deref());
                 let json = stored.snapshot.body().ok_or(OnceError::Omitted)?;
                 return serde_json::from_slice(json).map(Outcome::Replayed).map_err(|_| OnceError::Shape);
             }
-            Claim::Outstanding { lease_left } => {
-                telemetry::event(Event::Outstanding, &self.ask.id);
-                return Ok(Outcome::Outstanding(self.policy.retry_after.min(lease_left)));
+            Claim::Outstanding(ahead) => {
+                telemetry::joined(Event::Outstanding, &self.ask.id, ahead.first_request.as_deref());
+                return Ok(Outcome::Outstanding(self.policy.retry_after.min(ahead.lease_left)));
             }
-            Claim::KeyReused => (Some(Event::KeyReused), Code::KeyReused),
-            Claim::AlreadyCompleted => (None, Code::AlreadyCompleted),
-            Claim::NewerVersion => (None, Code::NewerVersion),
-            Claim::Draining => (None, Code::ShuttingDown),
+            Claim::KeyReused { first_request } => {
+                telemetry::joined(Event::KeyReused, &self.ask.id, first_request.as_deref());
+                Code::KeyReused
+            }
+            Claim::AlreadyCompleted => Code::AlreadyCompleted,
+            Claim::NewerVersion => Code::NewerVersion,
+            Claim::Draining => Code::ShuttingDown,
             // Settings that lead here are refused when they are made.
-            Claim::QuotaExceeded => (None, Code::QuotaExceeded),
-            Claim::TokenUsed | Claim::TokenExpired | Claim::Fresh(_) | Claim::Atomic(..) => (None, Code::Misconfigured),
+            Claim::QuotaExceeded => Code::QuotaExceeded,
+            Claim::TokenUsed | Claim::TokenExpired | Claim::Fresh(_) | Claim::Atomic(..) => Code::Misconfigured,
         };
-        event.into_iter().for_each(|event| telemetry::event(event, &self.ask.id));
         telemetry::rejected(code.as_str());
         Err(code.into())
     }

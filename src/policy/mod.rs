@@ -23,6 +23,7 @@ use crate::{
     keep::Keep,
     key::{InvalidKey, MAX_KEY_LENGTH},
     refusal::{Code, Refusal, Wording},
+    request_id::RequestId,
     secret::Secret,
     selection::Fields,
     snapshot::ResponseSnapshot,
@@ -73,6 +74,14 @@ pub(crate) enum Anonymous {
     Refused,
 }
 
+/// What names a request in the logs.
+#[derive(Clone)]
+pub(crate) enum Naming {
+    Headers,
+    By(Closure<Option<String>>),
+    Nothing,
+}
+
 /// Which requests are protected, and how.
 ///
 /// ```
@@ -105,6 +114,7 @@ pub struct Policy {
     pub(crate) principal: Option<Closure<Option<String>>>,
     pub(crate) anonymous: Anonymous,
     pub(crate) resource: Option<String>,
+    pub(crate) request_id: Naming,
     pub(crate) fingerprinted_headers: Vec<HeaderName>,
     pub(crate) streams_body: bool,
     pub(crate) keys: Vec<KeySource>,
@@ -155,6 +165,7 @@ impl Policy {
             principal: None,
             anonymous: Anonymous::Warned,
             resource: None,
+            request_id: Naming::Headers,
             fingerprinted_headers: Vec::new(),
             streams_body: false,
             keys: vec![KeySource::header()],
@@ -288,6 +299,15 @@ impl Policy {
     /// Whether a request is this policy's business at all.
     pub(crate) fn applies_to(&self, request: &HttpRequest) -> bool {
         self.methods.contains(request.method()) && !self.skip.as_ref().is_some_and(|skip| skip(request))
+    }
+
+    /// By what the logs know the request.
+    pub(crate) fn id_of(&self, request: &HttpRequest) -> Option<RequestId> {
+        match &self.request_id {
+            Naming::Headers => RequestId::of(request),
+            Naming::By(name) => RequestId::new(&name(request)?),
+            Naming::Nothing => None,
+        }
     }
 
     pub(crate) fn keeps(&self, status: StatusCode) -> bool {

@@ -180,6 +180,39 @@ impl Policy {
         self
     }
 
+    /// By what the logs know a request: it is stored with the first request of a key and told on its replays, so that
+    /// the log lines of the one lead to those of the other ([`telemetry`](crate::telemetry)). A retry, and an attempt
+    /// that takes over, leave that of the first in the row. It decides nothing. Under [`atomic`](Self::atomic) a request
+    /// that runs has no row yet, so that a 409 meanwhile cannot tell it.
+    ///
+    /// Default: the header `x-request-id`, which gateways set and applications log, else `traceparent`, which is there
+    /// wherever requests are traced. Both are what the client says: an id that a middleware of yours has drawn takes a
+    /// closure. What is stored, and lands in logs, is visible ASCII of at most
+    /// [`MAX_REQUEST_ID_LENGTH`](crate::MAX_REQUEST_ID_LENGTH) bytes; anything else is ignored, and no request is refused for it.
+    ///
+    /// ```
+    /// use actix_idempotency::Policy;
+    /// use actix_web::HttpMessage;
+    ///
+    /// struct RequestId(String);
+    ///
+    /// let drawn = Policy::new().request_id(|req| req.extensions().get::<RequestId>().map(|id| id.0.clone()));
+    /// let trusts_no_client = Policy::new().without_request_id();
+    /// # drop((drawn, trusts_no_client));
+    /// ```
+    #[must_use]
+    pub fn request_id(mut self, name: impl Fn(&HttpRequest) -> Option<String> + Send + Sync + 'static) -> Self {
+        self.request_id = Naming::By(Arc::new(name));
+        self
+    }
+
+    /// Stores and tells no request id.
+    #[must_use]
+    pub fn without_request_id(mut self) -> Self {
+        self.request_id = Naming::Nothing;
+        self
+    }
+
     /// Makes a request header part of the fingerprint. Default: none, because a retry through another
     /// gateway has other headers.
     ///

@@ -27,6 +27,7 @@ pub(crate) struct Shown {
     pub(crate) principal: Option<String>,
     pub(crate) resource: String,
     pub(crate) key: String,
+    pub(crate) request_id: Option<String>,
 }
 
 /// How far it has come.
@@ -62,12 +63,12 @@ statement! {
     struct Rows { ids: &'a [&'a [u8]] }
     returns (
         (Binary, Binary, Text),
-        (Text, Nullable<Text>, Nullable<Text>, Text, Text),
+        (Text, Nullable<Text>, Nullable<Text>, Text, Text, Nullable<Text>),
         (Text, Integer, Timestamp, Nullable<Timestamp>, Nullable<Timestamp>, Nullable<BigInt>, Nullable<BigInt>),
         (Nullable<SmallInt>, Nullable<Array<Text>>, Nullable<Integer>, Bool),
     );
     [
-        "SELECT k.id, k.owner, k.state, k.domain, k.tenant, k.principal, k.resource, k.key, \
+        "SELECT k.id, k.owner, k.state, k.domain, k.tenant, k.principal, k.resource, k.key, k.request_id, \
          CASE WHEN t.expires_at <= t.now THEN 'expired' WHEN k.state = 'outstanding' AND k.leased_until <= t.now \
          THEN 'lapsed' ELSE k.state END, k.attempt, k.created_at AT TIME ZONE 'UTC', \
          CASE WHEN isfinite(k.leased_until) THEN k.leased_until AT TIME ZONE 'UTC' END, \

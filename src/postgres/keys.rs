@@ -36,6 +36,8 @@ pub(crate) struct NewClaim<'a> {
     pub(crate) retention_ms: Option<i64>,
     /// When it can no longer be claimed, in milliseconds since 1970; the row lives longer. `None`: it always can.
     pub(crate) not_after_ms: Option<i64>,
+    /// Of the request; for the logs.
+    pub(crate) request_id: Option<&'a str>,
     pub(crate) lock_timeout_ms: i64,
     /// Whether the commit waits for the disk.
     pub(crate) is_durable: bool,
@@ -47,21 +49,21 @@ statement! {
     struct Insert {
         lock_timeout_ms: i64, is_durable: bool, id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>,
         resource: str, key: str, fingerprint: [u8], recipe: [u8], recipe_version: i16, owner: [u8],
-        seed: [u8], lease_ms: i64, retention_ms: Option<i64>, not_after_ms: Option<i64>,
+        seed: [u8], lease_ms: i64, retention_ms: Option<i64>, not_after_ms: Option<i64>, request_id: Option<&'a str>,
     }
     [
         "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) || \
          set_config('synchronous_commit', CASE WHEN ", (is_durable: Bool),
         " THEN current_setting('synchronous_commit') ELSE 'off' END, true) AS set) \
          INSERT INTO idempotency_keys (id, domain, tenant, principal, resource, key, fingerprint, recipe, \
-         recipe_version, state, owner, attempt, seed, created_at, leased_until, expires_at) SELECT ",
+         recipe_version, state, owner, attempt, seed, created_at, leased_until, expires_at, request_id) SELECT ",
         (id: Binary), ", ", (domain: Text), ", ", (tenant: Nullable<Text>), ", ", (principal: Nullable<Text>), ", ",
         (resource: Text), ", ", (key: Text), ", ", (fingerprint: Binary), ", ", (recipe: Binary), ", ",
         (recipe_version: SmallInt), ", 'outstanding', ", (owner: Binary), ", 1, ", (seed: Binary), ", now(), now() + ",
         (lease_ms: BigInt), " * interval '1 millisecond', greatest(now() + ",
         (retention_ms: Nullable<BigInt>), " * interval '1 millisecond', CASE WHEN ", (retention_ms: Nullable<BigInt>),
-        " IS NOT NULL THEN timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' END) \
-         FROM lock WHERE lock.set IS NOT NULL \
+        " IS NOT NULL THEN timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' END), ",
+        (request_id: Nullable<Text>), " FROM lock WHERE lock.set IS NOT NULL \
          AND coalesce(timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>),
         " * interval '1 millisecond' > clock_timestamp(), true) ON CONFLICT (id) DO NOTHING",
     ]
@@ -86,6 +88,7 @@ pub(crate) async fn insert(conn: &mut AsyncPgConnection, new: &NewClaim<'_>) -> 
         lease_ms: &new.lease_ms,
         retention_ms: &new.retention_ms,
         not_after_ms: &new.not_after_ms,
+        request_id: &new.request_id,
     }
     .execute(conn)
     .await?;
@@ -121,7 +124,7 @@ statement! {
     struct TakeOver {
         id: [u8], seen_owner: [u8], seen_state: str, owner: [u8], attempt: i32, seed: [u8], fingerprint: [u8],
         recipe: [u8], recipe_version: i16, lease_ms: i64, retention_ms: Option<i64>, not_after_ms: Option<i64>,
-        anew: bool, again: bool,
+        request_id: Option<&'a str>, anew: bool, again: bool,
     }
     [
         "WITH seen AS MATERIALIZED (SELECT id FROM idempotency_keys WHERE id = ", (id: Binary),
@@ -138,7 +141,8 @@ statement! {
          expires_at = CASE WHEN ", (anew: Bool), " THEN greatest(now() + ", (retention_ms: Nullable<BigInt>),
         " * interval '1 millisecond', CASE WHEN ", (retention_ms: Nullable<BigInt>), " IS NOT NULL THEN \
          timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' END) ELSE expires_at END, \
-         completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
+         request_id = CASE WHEN ", (anew: Bool), " THEN ", (request_id: Nullable<Text>),
+        " ELSE k.request_id END, completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
          body_omitted = false, snapshot_version = NULL \
          FROM seen WHERE k.id = seen.id AND k.owner = ", (seen_owner: Binary), " AND k.state = ", (seen_state: Text),
     ]
@@ -176,6 +180,7 @@ pub(crate) async fn take_over(
         lease_ms: &new.lease_ms,
         retention_ms: &new.retention_ms,
         not_after_ms: &new.not_after_ms,
+        request_id: &new.request_id,
         anew: &over.anew,
         again: &over.again,
     }

@@ -48,6 +48,8 @@ pub(crate) struct Lapsed {
     pub(crate) recipe: Vec<u8>,
     pub(crate) attempt: i32,
     pub(crate) seed: Vec<u8>,
+    /// Of the request that claimed it first.
+    pub(crate) request_id: Option<String>,
 }
 
 statement! {
@@ -56,7 +58,7 @@ statement! {
         domain: str, resource: str, grace_ms: i64, max_attempts: i32, recipe_version: i16, after: [u8], to: [u8],
         limit: i64, owner: [u8], lease_ms: i64,
     }
-    returns (Binary, Nullable<Text>, Nullable<Text>, Text, Binary, Binary, Integer, Binary);
+    returns (Binary, Nullable<Text>, Nullable<Text>, Text, Binary, Binary, Integer, Binary, Nullable<Text>);
     [
         "WITH lapsed AS MATERIALIZED (SELECT id, owner FROM idempotency_keys WHERE state = 'outstanding' \
          AND leased_until <= now() - ", (grace_ms: BigInt), " * interval '1 millisecond' AND domain = ",
@@ -68,7 +70,7 @@ statement! {
          UPDATE idempotency_keys AS k SET owner = ", (owner: Binary), ", attempt = attempt + 1, \
          leased_until = now() + ", (lease_ms: BigInt), " * interval '1 millisecond' \
          FROM lapsed WHERE k.id = lapsed.id AND k.owner = lapsed.owner AND k.state = 'outstanding' \
-         RETURNING k.id, k.tenant, k.principal, k.key, k.fingerprint, k.recipe, k.attempt, k.seed",
+         RETURNING k.id, k.tenant, k.principal, k.key, k.fingerprint, k.recipe, k.attempt, k.seed, k.request_id",
     ]
 }
 

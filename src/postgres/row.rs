@@ -26,6 +26,8 @@ pub(crate) struct Row {
     pub(crate) snapshot_version: Option<i16>,
     /// `None`: never.
     pub(crate) expires_in_ms: Option<i64>,
+    /// Of the request that claimed the key first.
+    pub(crate) request_id: Option<String>,
 }
 
 /// The columns of a [`Row`], with the database's time behind them: what follows from times is cheaper to
@@ -43,18 +45,19 @@ pub(crate) type RowColumns = (
     Nullable<Array<Binary>>,
     Nullable<Binary>,
     Nullable<SmallInt>,
+    Nullable<Text>,
     (Timestamptz, Timestamptz, Nullable<Timestamptz>, Nullable<Timestamptz>, Timestamptz),
 );
 
 pub(crate) const ROW_COLUMNS: &str = "k.fingerprint, k.recipe, k.recipe_version, k.state, k.owner, k.attempt, k.seed, \
-     k.status, k.header_names, k.header_values, k.body, k.snapshot_version, k.created_at, k.leased_until, \
+     k.status, k.header_names, k.header_values, k.body, k.snapshot_version, k.request_id, k.created_at, k.leased_until, \
      k.completed_at, k.expires_at, clock_timestamp()";
 
 impl Queryable<RowColumns, Pg> for Row {
     #[rustfmt::skip]
     type Row = (
         Vec<u8>, Vec<u8>, i16, String, Vec<u8>, i32, Vec<u8>, Option<i16>, Option<Vec<String>>, Option<Vec<Vec<u8>>>,
-        Option<Vec<u8>>, Option<i16>,
+        Option<Vec<u8>>, Option<i16>, Option<String>,
         (PgTimestamp, PgTimestamp, Option<PgTimestamp>, Option<PgTimestamp>, PgTimestamp),
     );
 
@@ -62,7 +65,7 @@ impl Queryable<RowColumns, Pg> for Row {
         #[rustfmt::skip]
         let (
             fingerprint, recipe, recipe_version, state, owner, attempt, seed, status, header_names, header_values,
-            body, snapshot_version, (created_at, leased_until, completed_at, expires_at, now),
+            body, snapshot_version, request_id, (created_at, leased_until, completed_at, expires_at, now),
         ) = row;
         // Microseconds; infinity is the largest number there is, and stays so.
         let left = |until: i64| until.saturating_sub(now.0);
@@ -86,6 +89,7 @@ impl Queryable<RowColumns, Pg> for Row {
             header_values,
             body,
             snapshot_version,
+            request_id,
         })
     }
 }

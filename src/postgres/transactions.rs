@@ -254,13 +254,13 @@ statement! {
     struct Finish {
         id: [u8], domain: str, tenant: Option<&'a str>, principal: Option<&'a str>, resource: str, key: str,
         fingerprint: [u8], recipe: [u8], recipe_version: i16, owner: [u8], seed: [u8], retention_ms: Option<i64>,
-        not_after_ms: Option<i64>, status: i16, header_names: &'a [&'a str], header_values: &'a [&'a [u8]], body: Option<&'a [u8]>,
-        body_omitted: bool, snapshot_version: i16, mark: str, seen_owner: Option<&'a [u8]>, seen_state: Option<&'a str>,
+        not_after_ms: Option<i64>, request_id: Option<&'a str>, status: i16, header_names: &'a [&'a str],
+        header_values: &'a [&'a [u8]], body: Option<&'a [u8]>, body_omitted: bool, snapshot_version: i16, mark: str, seen_owner: Option<&'a [u8]>, seen_state: Option<&'a str>,
     }
     [
         "INSERT INTO idempotency_keys AS k (id, domain, tenant, principal, resource, key, fingerprint, recipe, \
          recipe_version, state, owner, attempt, seed, created_at, leased_until, completed_at, expires_at, status, \
-         header_names, header_values, body, body_omitted, snapshot_version) SELECT ",
+         header_names, header_values, body, body_omitted, snapshot_version, request_id) SELECT ",
         (id: Binary), ", ", (domain: Text), ", ", (tenant: Nullable<Text>), ", ", (principal: Nullable<Text>), ", ",
         (resource: Text), ", ", (key: Text), ", ", (fingerprint: Binary), ", ", (recipe: Binary), ", ",
         (recipe_version: SmallInt), ", 'completed', ", (owner: Binary), ", 1, ", (seed: Binary),
@@ -270,7 +270,7 @@ statement! {
         " * interval '1 millisecond' END), ",
         (status: SmallInt), ", ", (header_names: Array<Text>), ", ", (header_values: Array<Binary>), ", ",
         (body: Nullable<Binary>), ", ", (body_omitted: Bool), ", ", (snapshot_version: SmallInt),
-        " FROM (SELECT clock_timestamp() AS now) AS t WHERE ", (mark: Text),
+        ", ", (request_id: Nullable<Text>), " FROM (SELECT clock_timestamp() AS now) AS t WHERE ", (mark: Text),
         " = '' OR current_setting('actix_idempotency.owner', true) = ", (mark: Text),
         " ON CONFLICT (id) DO UPDATE SET fingerprint = excluded.fingerprint, recipe = excluded.recipe, \
          recipe_version = excluded.recipe_version, state = excluded.state, owner = excluded.owner, \
@@ -278,7 +278,7 @@ statement! {
          leased_until = excluded.leased_until, completed_at = excluded.completed_at, \
          expires_at = excluded.expires_at, status = excluded.status, header_names = excluded.header_names, \
          header_values = excluded.header_values, body = excluded.body, body_omitted = excluded.body_omitted, \
-         snapshot_version = excluded.snapshot_version \
+         snapshot_version = excluded.snapshot_version, request_id = excluded.request_id \
          WHERE k.owner = ", (seen_owner: Nullable<Binary>), " AND k.state = ", (seen_state: Nullable<Text>),
     ]
 }
@@ -311,6 +311,7 @@ pub(crate) async fn finish(
         seed: new.seed,
         retention_ms: &new.retention_ms,
         not_after_ms: &new.not_after_ms,
+        request_id: &new.request_id,
         status: &answer.status,
         header_names: &answer.header_names,
         header_values: &answer.header_values,

@@ -1,10 +1,14 @@
 //! What can be observed: one vocabulary for events, spans and metrics.
 //!
 //! Every request that has a key runs in a span `idempotency` with the fields `resource`, `tenant`,
-//! `principal`, `id`, `fingerprint`, `attempt`, `outcome` and `elapsed_ms`. The outcome is `fresh`,
+//! `principal`, `id`, `fingerprint`, `request_id`, `attempt`, `outcome` and `elapsed_ms`. The outcome is `fresh`,
 //! `replayed`, `released`, or the [`Code`](crate::Code) of a refusal. Tenant and principal are
 //! digests, `id` and `fingerprint` the first six bytes, in hex: a log line finds its row by
 //! `where encode(id, 'hex') like '…%'`, and the key itself stays out of the logs.
+//!
+//! `request_id` is that of the request itself, where it has one
+//! ([`Policy::request_id`](crate::Policy::request_id)). `replayed`, `outstanding`, `key-reused`, `taken-over` and `retried`
+//! have a field `first_request`: the id of the request that claimed the key first, by which its own log lines are found.
 //!
 //! Events have the target `actix_idempotency` and a field `event`:
 //!
@@ -85,6 +89,7 @@ use tracing::{Level, Span, field};
 use crate::{
     error::Error,
     fingerprint::Fingerprint,
+    request_id::RequestId,
     scope::{self, KeyId, Scope},
 };
 
@@ -178,11 +183,16 @@ fn count(event: Event, id: Option<&KeyId>, code: Option<&'static str>) {
 
 /// Says what happened to a key.
 pub(crate) fn event(event: Event, id: &KeyId) {
+    joined(event, id, None);
+}
+
+/// The same, and which request claimed the key first: where it is known, one log line leads to the other's.
+pub(crate) fn joined(event: Event, id: &KeyId, first_request: Option<&str>) {
     match event.level() {
-        Level::ERROR => say!(error, event, id = id.prefix()),
-        Level::WARN => say!(warn, event, id = id.prefix()),
-        Level::INFO => say!(info, event, id = id.prefix()),
-        _ => say!(debug, event, id = id.prefix()),
+        Level::ERROR => say!(error, event, id = id.prefix(), first_request),
+        Level::WARN => say!(warn, event, id = id.prefix(), first_request),
+        Level::INFO => say!(info, event, id = id.prefix(), first_request),
+        _ => say!(debug, event, id = id.prefix(), first_request),
     }
     count(event, Some(id), None);
 }
@@ -257,7 +267,7 @@ pub(crate) fn misconfigured(advice: &str) {
 }
 
 /// The span of a protected request.
-pub(crate) fn span(scope: &Scope, id: &KeyId, fingerprint: &Fingerprint) -> Span {
+pub(crate) fn span(scope: &Scope, id: &KeyId, fingerprint: &Fingerprint, request_id: Option<&RequestId>) -> Span {
     tracing::info_span!(
         target: "actix_idempotency",
         "idempotency",
@@ -266,6 +276,7 @@ pub(crate) fn span(scope: &Scope, id: &KeyId, fingerprint: &Fingerprint) -> Span
         principal = scope.principal().map(scope::redacted),
         id = id.prefix(),
         fingerprint = fingerprint.prefix(),
+        request_id = request_id.map(RequestId::as_str),
         attempt = field::Empty,
         outcome = field::Empty,
         elapsed_ms = field::Empty,

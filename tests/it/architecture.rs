@@ -64,6 +64,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "key",
             "policy",
             "refusal",
+            "request_id",
             "scope",
             "secret",
             "selection",

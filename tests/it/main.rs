@@ -38,6 +38,7 @@ mod rabbit;
 mod readme;
 mod repeats;
 mod replay;
+mod request_id;
 mod schedules;
 mod security;
 mod settings;
