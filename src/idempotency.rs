@@ -5,7 +5,8 @@ use std::{fmt, num::NonZeroUsize, sync::Arc};
 use actix_web::{HttpRequest, Resource, Route, web::Data};
 
 use crate::{
-    check, document,
+    check::{self, Report},
+    document,
     drain::Drain,
     engine::Engine,
     error::{Error, ErrorKind},
@@ -165,17 +166,48 @@ impl Idempotency {
         self
     }
 
-    /// Checks at start-up that the store can keep its promise: the table is there and of this version,
-    /// the server is a primary and writable, and prepared statements survive the pooler. It opens three
-    /// connections outside the pool's count, and is done within ten seconds. Of
+    /// Checks at start-up whether the store can keep its promise: an error where it cannot be used, otherwise a
+    /// [`Report`] of what endangers the promise or will make trouble. [The module](crate::check) lists both. Warnings and
+    /// dangers are said in the log as well, each once.
+    ///
+    /// It opens three connections outside the pool's count, and is done within ten seconds. Of
     /// [`from_app_data`](Self::from_app_data) there is nothing to check.
+    ///
+    /// ```no_run
+    /// # async fn example(idempotency: actix_idempotency::Idempotency) -> Result<(), actix_idempotency::Error> {
+    /// // At start-up, where a warning in the log is enough:
+    /// idempotency.check().await?;
+    ///
+    /// // For the people who look:
+    /// for finding in idempotency.check().await?.findings {
+    ///     println!("{finding}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// As a health route, in JSON:
+    ///
+    /// ```
+    /// use actix_idempotency::Idempotency;
+    /// use actix_web::{HttpResponse, Result, error::ErrorServiceUnavailable, web};
+    ///
+    /// async fn health(idempotency: web::Data<Idempotency>) -> Result<HttpResponse> {
+    ///     let report = idempotency.check().await.map_err(|_| ErrorServiceUnavailable("no store"))?;
+    ///     Ok(HttpResponse::Ok().json(report))
+    /// }
+    /// ```
     ///
     /// # Errors
     ///
-    /// The first thing that is wrong; its text says what to change.
-    pub async fn check(&self) -> Result<(), Error> {
+    /// The first thing that makes the store useless; its text says what to change.
+    pub async fn check(&self) -> Result<Report, Error> {
         match &self.engine {
-            Some(engine) => check::check(&engine.store.pool).await,
+            Some(engine) => {
+                let report = check::check(&engine.store.pool).await?;
+                engine.advise(&report.findings);
+                Ok(report)
+            }
             None => Err(Error::new(
                 ErrorKind::Configuration,
                 "Idempotency::from_app_data() has no store of its own: check the one that is in the app data",

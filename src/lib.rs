@@ -1,6 +1,7 @@
 //! [`Admin`]: crate::Admin
 //! [`Completer`]: crate::Completer
 //! [`Drain`]: crate::Drain
+//! [`check`]: crate::check
 //! [`Gauges`]: crate::Gauges
 //! [`IdemKey`]: crate::IdemKey
 //! [`IdemTx`]: crate::IdemTx
@@ -24,7 +25,7 @@
 pub mod admin;
 mod atomic;
 mod body;
-mod check;
+pub mod check;
 mod claim;
 pub mod completer;
 mod decision;

@@ -39,7 +39,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let pool = pool(&url)?;
     let policy = policy();
     let idempotency = Idempotency::postgres(pool.clone()).with(policy.clone());
-    idempotency.check().await?;
+    // An error where the store cannot be used; otherwise what is worth knowing of it.
+    println!("{}", idempotency.check().await?);
     let drain = idempotency.drain();
     let machine = web::Data::new(payments::machine());
     let tokens = checkout::tokens();

@@ -10,8 +10,9 @@ pub(crate) mod store;
 mod waiters;
 
 use std::{
+    collections::HashSet,
     sync::{
-        Arc, OnceLock,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -24,6 +25,7 @@ pub(crate) use self::waiters::Patience;
 use self::{flush::Wish, leases::Leases, recent::Recent, store::Store, waiters::Waiters};
 use crate::{
     atomic::Running,
+    check::{Finding, Severity},
     error::Error,
     postgres::{
         AsyncPgConnection, PgPool,
@@ -43,6 +45,8 @@ pub(crate) struct Engine {
     pub(crate) tasks: TaskTracker,
     draining: AtomicBool,
     anonymous: AtomicBool,
+    /// Of what the log has been told.
+    advised: Mutex<HashSet<(&'static str, Option<String>)>>,
     sweeping: OnceLock<Option<Sweeping>>,
     pub(crate) holders: Arc<Holders>,
     pub(crate) atomic: Running,
@@ -66,6 +70,7 @@ impl Engine {
             tasks: TaskTracker::new(),
             draining: AtomicBool::new(false),
             anonymous: AtomicBool::new(false),
+            advised: Mutex::default(),
             sweeping: OnceLock::new(),
         });
         let background = background::handle();
@@ -99,6 +104,19 @@ impl Engine {
     /// Whether this is the first request of the process that has a key and no principal.
     pub(crate) fn first_anonymous(&self) -> bool {
         !self.anonymous.swap(true, Ordering::Relaxed)
+    }
+
+    /// Tells the log what is more than a notice, each once.
+    pub(crate) fn advise(&self, findings: &[Finding]) {
+        for finding in findings.iter().filter(|finding| finding.severity > Severity::Notice) {
+            let is_news = {
+                let mut advised = self.advised.lock().unwrap_or_else(PoisonError::into_inner);
+                advised.insert((finding.name, finding.about.clone()))
+            };
+            if is_news {
+                telemetry::advise(&finding.to_string());
+            }
+        }
     }
 
     /// Starts the sweeper with the first protected request; `retention` makes its rounds shorter.

@@ -19,6 +19,7 @@ pub(crate) mod savepoint;
 pub(crate) mod server;
 pub(crate) mod steps;
 pub(crate) mod sweep;
+pub(crate) mod tables;
 pub(crate) mod transactions;
 pub(crate) mod transition;
 pub(crate) mod version;

@@ -1,8 +1,8 @@
 //! What the check at start-up asks of the server.
 
 use diesel::{
-    QueryResult,
-    sql_types::{Bool, Integer, Text},
+    QueryResult, Queryable,
+    sql_types::{BigInt, Bool, Integer, Text},
 };
 use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
 
@@ -71,6 +71,44 @@ statement! {
 
 pub(crate) async fn flush(conn: &mut AsyncPgConnection) -> QueryResult<()> {
     Flush { nothing: "" }.execute(conn).await.map(drop)
+}
+
+/// Settings as this connection has them.
+#[derive(Debug, Queryable)]
+pub(crate) struct Settings {
+    pub(crate) synchronous_commit: String,
+    pub(crate) fsync: bool,
+    pub(crate) full_page_writes: bool,
+    pub(crate) autovacuum: bool,
+    pub(crate) track_counts: bool,
+    /// Unless a transaction says otherwise.
+    pub(crate) isolation: String,
+}
+
+statement! {
+    struct AskSettings { nothing: str }
+    returns (Text, Bool, Bool, Bool, Bool, Text);
+    [
+        "SELECT current_setting('synchronous_commit'), current_setting('fsync')::boolean, \
+         current_setting('full_page_writes')::boolean, current_setting('autovacuum')::boolean, \
+         current_setting('track_counts')::boolean, current_setting('default_transaction_isolation') || ",
+        (nothing: Text),
+    ]
+}
+
+pub(crate) async fn settings(conn: &mut AsyncPgConnection) -> QueryResult<Settings> {
+    AskSettings { nothing: "" }.get_result(conn).await
+}
+
+statement! {
+    struct AskTime { nothing: i64 }
+    returns BigInt;
+    ["SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + ", (nothing: BigInt)]
+}
+
+/// What its clock says: microseconds since 1970.
+pub(crate) async fn time_us(conn: &mut AsyncPgConnection) -> QueryResult<i64> {
+    AskTime { nothing: &0 }.get_result(conn).await
 }
 
 /// Begins a transaction that the caller ends by closing the connection: through a pooler it holds a

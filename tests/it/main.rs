@@ -5,6 +5,7 @@ mod architecture;
 mod atomic;
 mod browser;
 mod campaign;
+mod check;
 mod cleanup;
 mod complete_in;
 mod completer;

@@ -6,7 +6,7 @@ use std::{
     thread,
 };
 
-use actix_idempotency::{Error, ErrorKind, Idempotency, migrations};
+use actix_idempotency::{Error, ErrorKind, Idempotency, check::Report, migrations};
 use actix_web::rt::System;
 use diesel::{QueryResult, result::Error as QueryError};
 use diesel_async::{AsyncPgConnection, RunQueryDsl, async_connection_wrapper::AsyncConnectionWrapper};
@@ -390,7 +390,7 @@ async fn the_tables_may_stand_in_a_schema_of_their_own() {
 
 /// `check()` fails with this kind, and its text has these words; protected requests are refused meanwhile.
 #[track_caller]
-fn says(error: Result<(), Error>, kind: ErrorKind, words: &[&str]) {
+fn says(error: Result<Report, Error>, kind: ErrorKind, words: &[&str]) {
     let error = error.expect_err("the check should fail");
     assert_eq!(error.kind(), kind, "{error:?}");
     for word in words {
@@ -398,7 +398,7 @@ fn says(error: Result<(), Error>, kind: ErrorKind, words: &[&str]) {
     }
 }
 
-async fn check(url: &str) -> Result<(), Error> {
+async fn check(url: &str) -> Result<Report, Error> {
     Idempotency::postgres(pool(url, 2)).check().await
 }
 

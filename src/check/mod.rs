@@ -1,20 +1,48 @@
 //! What can be known at start-up about the store, and what to change.
+//!
+//! [`Idempotency::check`](crate::Idempotency::check) is an error for what no request could be served with: no connection, a
+//! replica, a server that may not be written to, a table of keys that is missing, older or forbidden, a pooler that loses
+//! prepared statements. Everything else is a [`Finding`] of its [`Report`]. Warnings and dangers are said in the log as
+//! well, each once to an engine, as the event `advice`.
+//!
+//! | `name` | severity | what is so |
+//! |---|---|---|
+//! | `synchronous-commit-off` | danger | commits do not wait for the disk: a crash of the database loses answers that were sent |
+//! | `fsync-off` | danger | nothing waits for the disk: a crash of the machine loses anything |
+//! | `full-page-writes-off` | danger | a crash of the machine can leave half-written pages |
+//! | `unlogged-table` | danger | a crash of the database empties a table of this crate |
+//! | `autovacuum-off` | warning | switched off for the server, or for a table of this crate: it grows without end |
+//! | `track-counts-off` | warning | autovacuum does not learn what it should remove |
+//! | `clock-skew` | warning | the clocks of database and process are more than [`MAX_SKEW`] apart |
+//! | `table-outdated` | warning | a table of steps, inbox or outbox is of an older version |
+//! | `index-invalid` | warning | an index was not finished, as by a `CREATE INDEX CONCURRENTLY` that failed |
+//! | `table-missing` | notice | there is no table for steps, inbox or outbox |
+//! | `table-forbidden` | notice | this role may not use it |
+//! | `isolation` | notice | transactions are REPEATABLE READ or SERIALIZABLE unless they say otherwise |
+//!
+//! Settings are those that a connection of the pool really gets, from the server, the database, the role or the
+//! connection string.
+
+mod looks;
+mod report;
+mod skew;
 
 use std::time::Duration;
 
 use diesel::result::{DatabaseErrorKind, Error as QueryError};
 use tokio::time::timeout;
 
+pub use self::{
+    report::{Finding, Report, Severity},
+    skew::{MAX_SKEW, Skew},
+};
 use crate::{
     error::{Error, ErrorKind},
-    postgres::{AsyncPgConnection, PgPool, server},
+    postgres::{AsyncPgConnection, PgPool, server, tables::NEWEST},
 };
 
-/// A constraint that only the newest migration makes.
-const NEWEST: &str = "idempotency_keys_request_id_check";
-
-/// The first thing that is wrong.
-pub(crate) async fn check(pool: &PgPool) -> Result<(), Error> {
+/// An error is the first thing that makes the store useless.
+pub(crate) async fn check(pool: &PgPool) -> Result<Report, Error> {
     let deadline = Duration::from_secs(10);
     match timeout(deadline, looks(pool)).await {
         Ok(found) => found,
@@ -22,11 +50,15 @@ pub(crate) async fn check(pool: &PgPool) -> Result<(), Error> {
     }
 }
 
-async fn looks(pool: &PgPool) -> Result<(), Error> {
+async fn looks(pool: &PgPool) -> Result<Report, Error> {
     let mut conn = pool.dedicated_connection().await?;
     pooler(pool, &mut conn).await?;
     primary(&mut conn).await?;
-    table(&mut conn).await
+    table(&mut conn).await?;
+    let mut findings = looks::findings(&mut conn).await?;
+    let skew = skew::measure(&mut conn).await?;
+    findings.extend(skew.finding());
+    Ok(Report::new(findings, skew))
 }
 
 async fn table(conn: &mut AsyncPgConnection) -> Result<(), Error> {
