@@ -128,17 +128,14 @@ impl Sweeper {
     /// the loop goes on.
     #[must_use = "dropping the handle stops the sweeper"]
     pub fn spawn(self) -> Sweeping {
-        let pace = Arc::new(Pace { interval: Mutex::new(self.interval), changed: Notify::new() });
+        let pace = Arc::new(Pace::new(self.interval));
         let task = background::handle().spawn(self.keep_sweeping(Arc::clone(&pace)));
         Sweeping { pace, task }
     }
 
     async fn keep_sweeping(self, pace: Arc<Pace>) {
         loop {
-            tokio::select! {
-                () = sleep(pace.next()) => {}
-                () = pace.changed.notified() => continue,
-            }
+            pace.wait().await;
             if let Err(error) = self.sweep_once().await {
                 telemetry::store_failed("expired rows could not be swept", &error);
             }
@@ -161,15 +158,37 @@ enum Rows {
     Attempts,
 }
 
+/// How often a loop goes round, which may become more often while it waits.
 #[derive(Debug)]
-struct Pace {
+pub(crate) struct Pace {
     interval: Mutex<Duration>,
     changed: Notify,
 }
 
 impl Pace {
-    fn next(&self) -> Duration {
-        jittered(*self.interval.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(crate) fn new(interval: Duration) -> Self {
+        Self { interval: Mutex::new(interval), changed: Notify::new() }
+    }
+
+    /// Until the next round.
+    pub(crate) async fn wait(&self) {
+        loop {
+            let pause = jittered(*self.interval.lock().unwrap_or_else(PoisonError::into_inner));
+            tokio::select! {
+                () = sleep(pause) => return,
+                () = self.changed.notified() => {}
+            }
+        }
+    }
+
+    /// Goes round at least this often, from now on.
+    pub(crate) fn at_least_every(&self, interval: Duration) {
+        let interval = interval.max(MIN_INTERVAL);
+        let mut current = self.interval.lock().unwrap_or_else(PoisonError::into_inner);
+        if interval < *current {
+            *current = interval;
+            self.changed.notify_one();
+        }
     }
 }
 
@@ -194,12 +213,7 @@ impl Sweeping {
 
     /// Sweeps at least this often, from now on.
     pub(crate) fn at_least_every(&self, interval: Duration) {
-        let interval = interval.max(MIN_INTERVAL);
-        let mut current = self.pace.interval.lock().unwrap_or_else(PoisonError::into_inner);
-        if interval < *current {
-            *current = interval;
-            self.pace.changed.notify_one();
-        }
+        self.pace.at_least_every(interval);
     }
 }
 

@@ -10,7 +10,12 @@ use actix_web::http::StatusCode;
 use backon::{BackoffBuilder, ExponentialBuilder};
 use tokio::time::sleep;
 
-use super::{Engine, background, leases::Owner, store::in_time};
+use super::{
+    Engine, background,
+    leases::Owner,
+    store::in_time,
+    watch::{Late, Waiting},
+};
 use crate::{
     error::{Error, ErrorKind},
     policy::Policy,
@@ -65,16 +70,24 @@ impl Engine {
     /// out to be lost; a release only as long as the lease would last anyway.
     pub(crate) fn end_later(self: &Arc<Self>, id: KeyId, owner: Owner, ending: Ending, policy: Arc<Policy>) {
         let engine = Arc::clone(self);
+        let waiting = matches!(ending, Ending::Complete(_)).then(|| Late::enter(self));
         let work = async move {
             engine.leases.hold_on(id, owner);
-            engine.keep_ending(id, owner, ending, &policy).await;
+            engine.keep_ending(id, owner, ending, &policy, waiting).await;
             engine.leases.let_go(id, owner);
             engine.waiters.wake(&id);
         };
         background::handle().spawn(self.tasks.track_future(work));
     }
 
-    async fn keep_ending(&self, id: KeyId, owner: Owner, mut ending: Ending, policy: &Policy) {
+    async fn keep_ending(
+        &self,
+        id: KeyId,
+        owner: Owner,
+        mut ending: Ending,
+        policy: &Policy,
+        waiting: Option<Waiting>,
+    ) {
         let lapses = Instant::now() + policy.lease;
         let arrives = Instant::now() + policy.store_timeout;
         let delays = ExponentialBuilder::default()
@@ -98,6 +111,7 @@ impl Engine {
                 }
                 Err(error) => {
                     telemetry::store_failed("an attempt could not be ended yet", &error);
+                    waiting.iter().for_each(|waiting| waiting.retried(&id));
                     refusals = if error.is_transient() { 0 } else { refusals + 1 };
                 }
             }

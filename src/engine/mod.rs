@@ -8,6 +8,7 @@ pub(crate) mod leases;
 mod recent;
 pub(crate) mod store;
 mod waiters;
+mod watch;
 
 use std::{
     collections::HashSet,
@@ -22,7 +23,7 @@ use tokio::sync::{OnceCell, mpsc};
 use tokio_util::task::TaskTracker;
 
 pub(crate) use self::waiters::Patience;
-use self::{flush::Wish, leases::Leases, recent::Recent, store::Store, waiters::Waiters};
+use self::{flush::Wish, leases::Leases, recent::Recent, store::Store, waiters::Waiters, watch::Late};
 use crate::{
     atomic::Running,
     check::{Finding, Severity},
@@ -31,7 +32,7 @@ use crate::{
         AsyncPgConnection, PgPool,
         transactions::{self, Session},
     },
-    sweeper::{Sweeper, Sweeping},
+    sweeper::{Pace, Sweeper, Sweeping},
     telemetry,
     transaction::Holders,
 };
@@ -48,6 +49,8 @@ pub(crate) struct Engine {
     /// Of what the log has been told.
     advised: Mutex<HashSet<(&'static str, Option<String>)>>,
     sweeping: OnceLock<Option<Sweeping>>,
+    watching: OnceLock<Arc<Pace>>,
+    late: Late,
     pub(crate) holders: Arc<Holders>,
     pub(crate) atomic: Running,
     session: OnceCell<Arc<Session>>,
@@ -72,6 +75,8 @@ impl Engine {
             anonymous: AtomicBool::new(false),
             advised: Mutex::default(),
             sweeping: OnceLock::new(),
+            watching: OnceLock::new(),
+            late: Late::default(),
         });
         let background = background::handle();
         background.spawn(leases::keep_renewing(Arc::downgrade(&engine), Arc::clone(&engine.leases)));
@@ -119,12 +124,22 @@ impl Engine {
         }
     }
 
-    /// Starts the sweeper with the first protected request; `retention` makes its rounds shorter.
+    /// Starts the sweeper with the first protected request, and the look at whether anybody sweeps; `retention` makes the
+    /// rounds of both shorter.
     pub(crate) fn sweep(self: &Arc<Self>, retention: Option<Duration>) {
         let sweeping = self.sweeping.get_or_init(|| Some(Sweeper::new(self.store.pool.clone()).spawn()));
-        if let (Some(sweeping), Some(retention)) = (sweeping, retention) {
-            sweeping.at_least_every(retention);
+        let watching = self.watching.get_or_init(|| self.watch(sweeping.is_none()));
+        if let Some(retention) = retention {
+            watching.at_least_every(retention);
+            sweeping.iter().for_each(|sweeping| sweeping.at_least_every(retention));
         }
+    }
+
+    fn watch(self: &Arc<Self>, is_swept_by_others: bool) -> Arc<Pace> {
+        let pace = Arc::new(Pace::new(watch::INTERVAL));
+        let watching = watch::keep_watching(Arc::downgrade(self), Arc::clone(&pace), is_swept_by_others);
+        background::handle().spawn(watching);
+        pace
     }
 
     /// Somebody else sweeps. Too late once a request has been protected.

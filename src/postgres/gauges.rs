@@ -41,6 +41,13 @@ pub(crate) struct Oldest {
     pub(crate) expired: f64,
 }
 
+/// For how long the oldest row has been expired, in seconds; 0 where there is none.
+pub(crate) async fn oldest_expired(conn: &mut AsyncPgConnection) -> QueryResult<f64> {
+    let asking = async |conn: &mut AsyncPgConnection| OldestExpired { rows: &ROWS }.get_result(conn).await;
+    let expired: Option<f64> = conn.build_transaction().read_committed().read_only().run(asking).await?;
+    Ok(expired.unwrap_or_default())
+}
+
 /// READ COMMITTED whatever the default is: to have read a stretch of an index is not to fail the claims that write
 /// into it.
 pub(crate) async fn oldest(conn: &mut AsyncPgConnection) -> QueryResult<Oldest> {

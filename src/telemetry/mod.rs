@@ -32,11 +32,13 @@
 //! | `recipe-changed` | warn | an answer was replayed though its fingerprint can no longer be compared |
 //! | `given-up` | warn | the last attempt that a `Completer` makes at a key has failed |
 //! | `ended-late` | info | an answer was stored, or a key released, after the store had failed |
+//! | `completion-retried` | warn | so many `answers` that clients have had wait to be stored: the store has failed |
 //! | `completion-lost` | warn | an answer could not be stored: another attempt may run |
 //! | `atomic-without-tx` | warn | a success under `Policy::atomic()` whose handler never took `IdemTx` |
 //! | `store-unavailable` | error | the store failed |
 //! | `body-failed` | error | the body of an answer failed before it was kept |
 //! | `swept` | debug | expired rows were deleted |
+//! | `sweeping-late` | warn | a row has been expired for `oldest_s` seconds and is still there: nobody sweeps it |
 //! | `released-by-hand` | info | somebody released a lapsed key, by [`Admin`](crate::Admin) |
 //! | `force-released` | warn | somebody took a key from the attempt that runs it |
 //! | `expired-by-hand` | info | somebody ended the retention of a completed key |
@@ -50,6 +52,12 @@
 //! | `listener-panicked` | error | a function given to [`on_event`] panicked |
 //!
 //! Losing a race is not an error.
+//!
+//! Two of them a process says of itself, and not each time that it finds them so. `completion-retried`, of one of the
+//! answers, is said at most once a minute. `sweeping-late` is said at most once an hour, when the oldest row has been
+//! expired for an hour, or for two days where [`without_sweeper`](crate::Idempotency::without_sweeper) leaves it to a job
+//! that may run once a night; an engine that has claimed a key looks every five minutes, or as often as its shortest
+//! retention.
 //!
 //! # Metrics
 //!
@@ -82,7 +90,10 @@
 mod listener;
 mod meter;
 
-use std::{fmt::Display, time::Instant};
+use std::{
+    fmt::Display,
+    time::{Duration, Instant},
+};
 
 use tracing::{Level, Span, field};
 
@@ -148,11 +159,13 @@ events! {
     RecipeChanged = WARN "recipe-changed",
     GivenUp = WARN "given-up",
     EndedLate = INFO "ended-late",
+    CompletionRetried = WARN "completion-retried",
     CompletionLost = WARN "completion-lost",
     AtomicWithoutTx = WARN "atomic-without-tx",
     StoreUnavailable = ERROR "store-unavailable",
     BodyFailed = ERROR "body-failed",
     Swept = DEBUG "swept",
+    SweepingLate = WARN "sweeping-late",
     ReleasedByHand = INFO "released-by-hand",
     ForceReleased = WARN "force-released",
     ExpiredByHand = INFO "expired-by-hand",
@@ -221,6 +234,18 @@ pub(crate) fn swept(rows: u64) {
     say!(debug, Event::Swept, rows);
     metrics::counter!("idempotency_swept_rows_total").increment(rows);
     count(Event::Swept, None, None);
+}
+
+/// A row is still there that has been expired for so long.
+pub(crate) fn sweeping_late(oldest: Duration) {
+    say!(warn, Event::SweepingLate, oldest_s = oldest.as_secs());
+    count(Event::SweepingLate, None, None);
+}
+
+/// So many answers wait to be stored; that of this key was sent again.
+pub(crate) fn completion_retried(id: &KeyId, answers: usize) {
+    say!(warn, Event::CompletionRetried, id = id.prefix(), answers);
+    count(Event::CompletionRetried, Some(id), None);
 }
 
 /// The keys of a principal were deleted.

@@ -51,3 +51,4 @@ mod support;
 mod tls;
 mod transition;
 mod version;
+mod watch;
