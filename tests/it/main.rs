@@ -41,6 +41,7 @@ mod repeats;
 mod replay;
 mod request_id;
 mod schedules;
+mod secrets;
 mod security;
 mod settings;
 mod shop;

@@ -124,6 +124,7 @@ async fn record(conn: &mut AsyncPgConnection, id: i64, to: Order) -> Result<Tran
         .await
 }
 
+/// S01
 #[actix_web::test]
 async fn of_twenty_payments_and_twenty_cancellations_one_wins() {
     let db = db().await;
@@ -161,6 +162,7 @@ async fn of_twenty_payments_and_twenty_cancellations_one_wins() {
     }
 }
 
+/// S02
 #[actix_web::test]
 async fn a_late_writer_does_not_move_the_row_back() {
     let db = db().await;
@@ -173,6 +175,7 @@ async fn a_late_writer_does_not_move_the_row_back() {
     assert_eq!(row(conn, 1).await.status, Shipped);
 }
 
+/// S03
 #[actix_web::test]
 async fn a_repeat_is_a_success_without_history() {
     let db = db().await;
@@ -185,6 +188,7 @@ async fn a_repeat_is_a_success_without_history() {
     assert_eq!(db.number("SELECT count(*) AS value FROM history").await, 1);
 }
 
+/// S04
 #[actix_web::test]
 async fn other_columns_change_with_the_state_or_not_at_all() {
     let db = db().await;

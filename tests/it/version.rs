@@ -100,6 +100,7 @@ fn assert_stale<T: std::fmt::Debug>(outcome: Result<T, VersionError>, expected: 
     }
 }
 
+/// L01, L03
 #[actix_web::test]
 async fn the_second_of_two_writers_is_told_and_changes_nothing() {
     let db = db().await;
@@ -138,6 +139,7 @@ async fn of_many_writers_one_wins_a_version() {
     }
 }
 
+/// L04
 #[actix_web::test]
 async fn changes_in_one_transaction_chain_by_the_new_version() {
     let db = db().await;
@@ -165,6 +167,7 @@ async fn changes_in_one_transaction_chain_by_the_new_version() {
     assert_eq!(note(conn, 1).await, Note { id: 1, text: "c".into(), version: 4 });
 }
 
+/// L10
 #[actix_web::test]
 async fn structs_tuples_and_nothing_at_all_raise_the_version() {
     let db = db().await;
@@ -231,6 +234,7 @@ async fn the_largest_version_is_not_raised() {
     assert_eq!(notes::table.at(1, i32::MAX).delete().execute(conn).await.unwrap(), i64::from(i32::MAX));
 }
 
+/// L07
 #[actix_web::test]
 async fn a_stale_delete_deletes_nothing() {
     let db = db().await;
@@ -242,6 +246,7 @@ async fn a_stale_delete_deletes_nothing() {
     assert!(matches!(notes::table.at(1, 2).delete().execute(conn).await, Err(VersionError::Gone)));
 }
 
+/// L07
 #[actix_web::test]
 async fn a_batch_is_all_or_nothing_and_names_the_lost() {
     let db = db().await;
@@ -373,6 +378,7 @@ async fn increment(conn: &mut AsyncPgConnection, id: i64) -> Result<i64, Version
         .await
 }
 
+/// L08
 #[actix_web::test]
 async fn twenty_increments_are_twenty() {
     let db = db().await;
@@ -388,6 +394,7 @@ async fn twenty_increments_are_twenty() {
     }
 }
 
+/// L08
 #[actix_web::test]
 async fn a_retry_ends() {
     let db = db().await;
@@ -504,6 +511,7 @@ async fn a_retry_does_not_believe_an_ok_in_an_aborted_transaction() {
     assert_eq!(note(conn, 1).await.version, 1);
 }
 
+/// L10
 #[actix_web::test]
 async fn the_trigger_stops_whoever_does_not_raise_the_version() {
     let db = db().await;
@@ -636,6 +644,7 @@ async fn an_optional_if_match_is_never_taken_for_absent_and_strict_ones_are_stro
     assert_eq!(post(Some("\"1\"")).await.header("etag"), Some("\"2\""));
 }
 
+/// L01
 #[actix_web::test]
 async fn without_if_match_stale_is_a_conflict() {
     let rig = rig().await;
