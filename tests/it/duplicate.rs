@@ -76,6 +76,7 @@ async fn insert(conn: &mut AsyncPgConnection, user: i64, code: Option<&str>) -> 
         .await
 }
 
+/// T03
 #[actix_web::test]
 async fn each_constraint_is_an_error_of_its_own_and_the_transaction_goes_on() {
     for isolation in ISOLATIONS {
@@ -195,6 +196,7 @@ async fn of_many_inserts_one_creates_and_all_get_its_row() {
     }
 }
 
+/// T03
 #[actix_web::test]
 async fn who_loses_an_insert_can_go_on_in_the_same_transaction() {
     for isolation in ISOLATIONS {

@@ -227,6 +227,7 @@ async fn publishers_of_one_key_take_turns_until_they_commit() {
     assert_eq!(receiver.payloads(), ["x", "x", "x", "first", "second"]);
 }
 
+/// T03
 #[actix_web::test]
 async fn a_publisher_does_not_wait_for_ever_and_can_go_on() {
     let db = Db::new().await;

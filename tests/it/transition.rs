@@ -210,6 +210,7 @@ async fn other_columns_change_with_the_state_or_not_at_all() {
     assert!(matches!(orders::table.at(1, 1).touch().execute(conn).await, Err(VersionError::Stale { current: 2, .. })));
 }
 
+/// T03
 #[actix_web::test]
 async fn whoever_does_not_move_it_can_go_on_in_the_same_transaction() {
     for isolation in ISOLATIONS {

@@ -295,7 +295,7 @@ async fn batches_in_opposite_orders_do_not_deadlock() {
     assert!(db.is("(SELECT bool_and(version = 25) FROM notes)").await);
 }
 
-/// In one transaction: a row, a helper that loses, another row.
+/// T03: in one transaction: a row, a helper that loses, another row.
 #[actix_web::test]
 async fn whoever_loses_can_go_on_in_the_same_transaction() {
     for isolation in ISOLATIONS {
