@@ -3,7 +3,7 @@
 use std::{convert::Infallible, fmt};
 
 use super::InboxError;
-use crate::digest::Digest;
+use crate::{digest::Digest, scope::redacted};
 
 /// The longest message id, and the longest name of a consumer: 255 bytes, as a key may have.
 pub const MAX_MESSAGE_ID_LENGTH: usize = 255;
@@ -95,9 +95,10 @@ pub(crate) fn check(id: &str) -> Result<(), InvalidMessageId> {
     }
 }
 
+/// Its id as a digest, as the keys of requests: an order's number may be one. [`id`](Message::id) tells it.
 impl fmt::Debug for Message {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Message").field(&self.id).finish()
+        f.debug_tuple("Message").field(&redacted(&self.id)).finish()
     }
 }
 

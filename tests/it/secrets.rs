@@ -11,6 +11,7 @@ use actix_idempotency::{
     outbox,
 };
 use actix_web::{HttpRequest, http::StatusCode, rt::spawn};
+use diesel_async::{AsyncConnection, AsyncPgConnection};
 
 use crate::support::{
     PATIENCE,
@@ -170,8 +171,8 @@ async fn work_and_messages() -> Vec<String> {
     let inbox = Inbox::new("letters").max_attempts(1);
     let message = |content: &'static str| Message::try_from("HushMessage").unwrap().content(content);
     shown.push(format!("{:?} {inbox:?}", message("HushContent")));
-    let handle = async |conn: &mut diesel_async::AsyncPgConnection, id: &str, fails: bool| {
-        let work = async |_: &mut diesel_async::AsyncPgConnection| match fails {
+    let handle = async |conn: &mut AsyncPgConnection, id: &str, fails: bool| {
+        let work = async |_: &mut AsyncPgConnection| match fails {
             true => Err::<(), Box<dyn std::error::Error + Send + Sync>>("it has failed".into()),
             false => Ok(()),
         };
@@ -185,7 +186,14 @@ async fn work_and_messages() -> Vec<String> {
     let changed = inbox.receive(&mut conn, message("HushChanged")).await.unwrap_err();
     shown.push(format!("{changed:?} {changed}"));
 
-    outbox::publish_in_order(&mut conn, "letters", "HushEventKey", "HushPayload").await.unwrap();
+    let publish = async |conn: &mut AsyncPgConnection, key: &str| {
+        let publishing = async |conn: &mut AsyncPgConnection| {
+            outbox::publish_in_order(conn, "letters", key, "HushPayload").await?;
+            Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
+        };
+        conn.transaction(publishing).await
+    };
+    publish(&mut conn, "HushEventKey").await.unwrap();
     let relay = Relay::new(pool, async |event: outbox::Event| {
         assert_eq!(event.payload, b"HushPayload");
         Err::<(), _>(std::io::Error::other("nobody is there"))
@@ -195,7 +203,7 @@ async fn work_and_messages() -> Vec<String> {
     shown.push(format!("{:?}", outbox::parked(&mut conn, 10).await.unwrap()));
     // The table refuses it, and tells the driver the whole row.
     db.run("ALTER TABLE idempotency_outbox ADD CONSTRAINT hushed CHECK (key <> 'HushRefused')").await;
-    let refused = outbox::publish_in_order(&mut conn, "letters", "HushRefused", "HushPayload").await.unwrap_err();
+    let refused = publish(&mut conn, "HushRefused").await.unwrap_err();
     shown.push(format!("{refused:?} {refused}"));
     shown
 }
