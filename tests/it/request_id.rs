@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use actix_idempotency::{Admin, IdemTx, OnCompleted, Once, Outcome, Policy, Scope, admin::Search};
+use actix_idempotency::{Admin, Completer, IdemKey, IdemTx, OnCompleted, Once, Outcome, Policy, Scope, admin::Search};
 use actix_web::{HttpMessage, HttpRequest, HttpResponse, Result, rt::spawn};
 
 use crate::support::{
@@ -176,7 +176,7 @@ async fn a_row_without_one_is_replayed_as_ever() {
 async fn work_without_a_request_may_be_named_too() {
     log::listen();
     let db = Db::new().await;
-    let once = Once::postgres(db.pool(5)).with(Policy::new().retention(Duration::from_secs(60)));
+    let once = Once::postgres(db.pool(5)).with(Policy::new().retention(Duration::from_secs(3600)));
     let run = async |once: Once, key: &'static str| {
         once.run(Scope::once("joined"), key, &(), async |_| Ok::<_, String>(7)).await.unwrap()
     };
@@ -193,4 +193,10 @@ async fn work_without_a_request_may_be_named_too() {
     let within = once.run_in(&mut conn, Scope::once("joined"), "joined-in", &(), async |_| Ok::<_, String>(8)).await;
     assert!(matches!(within.unwrap(), Outcome::Ran(8)));
     assert_eq!(stored(&db, "joined-in").await, some("job-3"));
+
+    // What nobody retries is taken over by a completer, which tells it too.
+    db.run(LAPSED).await;
+    let completer = Completer::of_work(&once, "joined", async |_: IdemKey| Ok::<_, String>(7)).grace(Duration::ZERO);
+    completer.complete_once().await.unwrap();
+    assert_eq!((told(&id, "taken-over"), stored(&db, "joined-once").await), (vec![some("job-1")], some("job-1")));
 }
