@@ -68,6 +68,8 @@ mod source;
 mod status;
 pub mod sweeper;
 pub mod telemetry;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod token;
 mod transaction;
 pub mod transition;

@@ -32,6 +32,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "inbox",
             "outbox",
             "once",
+            "testing",
         ],
     ),
     (

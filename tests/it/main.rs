@@ -34,6 +34,7 @@ mod observe;
 mod once;
 mod outbox;
 mod pools;
+mod proof;
 mod proxy;
 mod rabbit;
 mod readme;

@@ -12,6 +12,7 @@
 //! - [`shop::Shop`]: orders and stock, written through `IdemTx` under every policy;
 //! - [`jobs`]: work in steps, and without a request, for server processes;
 //! - [`example::Example`]: an example of this crate, as a process of its own;
+//! - [`flawed::Endpoint`]: an endpoint without this crate, right but for one flaw;
 //! - [`forms`]: forms with tokens, and a database whose clock the test sets;
 //! - [`proxy::Proxy`]: what goes wrong between the pool and Postgres, at a chosen message;
 //! - [`statements::Statements`]: how many a connection sends;
@@ -25,6 +26,7 @@ pub mod client;
 pub mod cluster;
 pub mod db;
 pub mod example;
+pub mod flawed;
 pub mod forms;
 pub mod gate;
 pub mod jobs;
