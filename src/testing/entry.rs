@@ -106,8 +106,9 @@ impl Entry {
         let mut conflicts = heard.keys.iter().flatten().flatten().filter(|answer| answer.status == 409).peekable();
         entry.retry_after = conflicts.peek().is_some().then(|| conflicts.all(Answer::says_when_to_retry));
         entry.effects = effects;
+        let effect = effects.and_then(|effects| too_many_or_few(effects, entry.keys));
         entry.faults.extend(heard.fault.clone());
-        entry.faults.extend(effects.and_then(|effects| too_many_or_few(effects, entry.keys)));
+        entry.faults.extend(if heard.fault.is_some() { effect.map(Fault::brief) } else { effect });
         if !entry.faults.is_empty() {
             entry.verdict = Verdict::Failed;
         }

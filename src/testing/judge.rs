@@ -12,7 +12,8 @@ use super::{
 pub(super) struct Fault {
     expected: String,
     came: String,
-    means: &'static str,
+    /// Nothing where another fault of the same stage has said it.
+    means: Option<&'static str>,
 }
 
 /// What each stage calls it where one key has two answers.
@@ -49,11 +50,16 @@ fn meaning(answer: &Answer) -> &'static str {
 
 impl Fault {
     pub(super) fn new(expected: impl Into<String>, came: impl Into<String>, means: &'static str) -> Self {
-        Self { expected: expected.into(), came: came.into(), means }
+        Self { expected: expected.into(), came: came.into(), means: Some(means) }
+    }
+
+    /// One more of a stage whose first fault explains both.
+    pub(super) fn brief(self) -> Self {
+        Self { means: None, ..self }
     }
 
     /// No answer at all, or an error where there should be a success.
-    fn none(expected: impl Into<String>, heard: &Heard) -> Self {
+    pub(super) fn none(expected: impl Into<String>, heard: &Heard) -> Self {
         let means = match heard {
             Ok(answer) => meaning(answer),
             Err(_) => "the endpoint hangs, or its handler has panicked",
@@ -65,8 +71,8 @@ impl Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "expected  {}", self.expected)?;
-        writeln!(f, "came      {}", self.came)?;
-        write!(f, "usually   {}", self.means)
+        write!(f, "came      {}", self.came)?;
+        self.means.map_or(Ok(()), |means| write!(f, "\nusually   {means}"))
     }
 }
 

@@ -191,12 +191,17 @@ async fn ask(
     report: &mut Report,
 ) -> Result<(), String> {
     let mut before = count().await;
+    let mut took = Duration::ZERO;
     for stage in Stage::ALL {
         let exchange = match stage {
-            Stage::Repeat => Ok(ground.repeat().await?),
+            Stage::Repeat => {
+                let (exchange, time) = ground.repeat().await?;
+                took = time;
+                Ok(exchange)
+            }
             Stage::Concurrent => Ok(ground.concurrent().await),
             Stage::OtherBody => ground.other_body().await.ok_or("no other body can be made: give `.other_body(…)`"),
-            Stage::Reset if ground.expected.repeats.is_empty() => Ok(ground.reset(slow).await),
+            Stage::Reset if ground.expected.repeats.is_empty() => Ok(ground.reset(took, slow).await),
             Stage::Reset => Err("repeats are refused, so that an answer which was lost is never seen"),
             Stage::Failing => match failing {
                 Some(hook) => Ok(ground.failing(hook).await),

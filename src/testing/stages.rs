@@ -15,9 +15,9 @@ use super::{
     request::Request,
 };
 
-/// When connections are reset: while the request is read, while a handler runs that takes a few milliseconds, and when
-/// its answer is on the way.
-const RESETS: [u64; 8] = [0, 1, 2, 5, 10, 20, 50, 100];
+/// How many connections are reset, evenly over the time that an answer takes: before the handler, within it, and when the
+/// answer is on its way.
+const RESETS: u32 = 9;
 
 /// Between retries.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -44,16 +44,20 @@ impl Ground {
         self.request.under(&key())
     }
 
+    /// And how long the first answer took.
+    ///
     /// # Errors
     ///
     /// Why nothing else needs to be asked.
-    pub(super) async fn repeat(&self) -> Result<Exchange, String> {
+    pub(super) async fn repeat(&self) -> Result<(Exchange, Duration), String> {
         let request = self.fresh();
+        let began = Instant::now();
         let first = self.client.send(&request).await;
+        let took = began.elapsed();
         let answer = accepted(&first)?;
         let again = self.client.send(&request).await;
         let fault = told("a repeat", answer, &again, &self.expected, twice::REPEAT).err();
-        Ok(Exchange { sent: "a request, then again".into(), keys: vec![vec![first, again]], fault })
+        Ok((Exchange { sent: "a request, then again".into(), keys: vec![vec![first, again]], fault }, took))
     }
 
     pub(super) async fn concurrent(&self) -> Exchange {
@@ -104,9 +108,9 @@ impl Ground {
         Err(Fault::new(wanted, shown(other), means))
     }
 
-    /// With a slow handler, if there is one, once more in the middle of it.
-    pub(super) async fn reset(&self, slow: Option<&(Duration, Hook)>) -> Exchange {
-        let fast = RESETS.iter().map(|ms| (self.fresh(), Duration::from_millis(*ms)));
+    /// Of requests that are answered in this time; with a slow handler, if there is one, once more in the middle of it.
+    pub(super) async fn reset(&self, took: Duration, slow: Option<&(Duration, Hook)>) -> Exchange {
+        let fast = (0..RESETS).map(|n| (self.fresh(), took * n / (RESETS - 1)));
         let slow = slow.map(|(window, hook)| (hook(self.fresh()), *window / 2));
         let resets: Vec<_> = fast.chain(slow).collect();
         let sent = format!("{} requests whose connection is reset, each sent again until it is answered", resets.len());
@@ -126,16 +130,24 @@ impl Ground {
             Some(Ok(first)) if first.is_success() => {
                 told("a repeat", first, &again, &self.expected, twice::RESET).err()
             }
-            Some(last) => Some(Fault::new(
-                format!("a retry gets an answer below 400 within {} s", self.patience.as_secs_f32()),
-                shown(last),
-                "the key stays taken: the end of the connection has ended the handler (actix drops it), and nobody gives \
-                 its key back. What was begun must end without its client, or its claim must lapse",
-            )),
+            Some(last) => Some(self.unanswered(last)),
             None => None,
         };
         heard.push(again);
         (heard, fault)
+    }
+
+    fn unanswered(&self, last: &Heard) -> Fault {
+        let wanted = format!("a retry gets an answer below 400 within {} s", self.patience.as_secs_f32());
+        match last {
+            Ok(answer) if is_told_to_wait(answer) => Fault::new(
+                wanted,
+                shown(last),
+                "the key stays taken: the end of the connection has ended the handler (actix drops it), and nobody gives \
+                 its key back. What was begun must end without its client, or its claim must lapse",
+            ),
+            last => Fault::none(wanted, last),
+        }
     }
 
     /// Retries as a client does, until it is told something else than to wait, or loses patience.
@@ -144,10 +156,7 @@ impl Ground {
         let mut heard = Vec::new();
         loop {
             let last = self.client.send(request).await;
-            let waits = match &last {
-                Ok(answer) => [409, 429, 503].contains(&answer.status.as_u16()),
-                Err(_) => false,
-            };
+            let waits = last.as_ref().is_ok_and(is_told_to_wait);
             heard.push(last);
             if !waits || began.elapsed() + PAUSE > self.patience {
                 return heard;
@@ -240,6 +249,10 @@ impl Ground {
         let sent = "a slow one, one within the window, one beyond it, then again".into();
         Exchange { sent, keys: vec![all.into_iter().chain([again]).collect()], fault }
     }
+}
+
+fn is_told_to_wait(answer: &Answer) -> bool {
+    [409, 429, 503].contains(&answer.status.as_u16())
 }
 
 fn one_of<const N: usize>(statuses: &[u16], heard: [&Heard; N]) -> Result<(), Fault> {

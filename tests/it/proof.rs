@@ -8,7 +8,7 @@ use std::{
 };
 
 use actix_idempotency::{
-    IdemTx, Idempotency, OnFailure, OnOutstanding, PgPool, Policy,
+    IdemTx, Idempotency, OnCompleted, OnFailure, OnOutstanding, PgPool, Policy,
     testing::{AfterFailure, Proof, Report, Request, Stage, Verdict, idempotency_proof},
 };
 use actix_web::{
@@ -77,7 +77,7 @@ async fn an_endpoint_that_is_right_passes_every_stage_whoever_made_it() {
     assert_eq!(concurrent.statuses().values().sum::<usize>(), 101, "{report}");
     assert_eq!((concurrent.answers(), concurrent.keys(), concurrent.effects()), (1, 1, Some(1)), "{report}");
     // Its own connections, one of them in the middle of the slow handler.
-    assert_eq!((report.entry(Stage::Reset).keys(), report.entry(Stage::Reset).effects()), (9, Some(9)), "{report}");
+    assert_eq!((report.entry(Stage::Reset).keys(), report.entry(Stage::Reset).effects()), (10, Some(10)), "{report}");
     assert_says(&report, &["POST /orders", "100 at once, then again: ", "409 without Retry-After", "1 effect\n"]);
 }
 
@@ -102,7 +102,7 @@ async fn the_shop_is_proved_by_its_url() {
         .await;
     assert_eq!(with(&report, Verdict::Passed), ALL, "{report}");
     assert!(report.entry(Stage::Concurrent).replays() > 0, "{report}");
-    assert_eq!(db.number("SELECT (1000 - stock)::bigint AS value FROM products WHERE id = 1").await, 14, "{report}");
+    assert_eq!(db.number("SELECT (1000 - stock)::bigint AS value FROM products WHERE id = 1").await, 15, "{report}");
 }
 
 /// In a runtime without actix, too.
@@ -165,6 +165,14 @@ async fn an_app_is_proved_without_a_server_under_every_policy_that_says_what_it_
     assert_eq!(report.entry(Stage::Failing).effects(), Some(0), "{report}");
 }
 
+#[actix_web::test]
+async fn repeats_may_be_refused_where_that_is_said() {
+    let (db, proof) = proof_under(Policy::new().on_completed(OnCompleted::Reject)).await;
+    let report = proof.repeats_get([409]).assert_one_effect(async || db.all_effects().await).await;
+    assert_eq!(with(&report, Verdict::NotAskedFor), [Stage::Reset], "{report}");
+    assert_eq!(report.entry(Stage::Repeat).statuses().iter().collect::<Vec<_>>(), [(&201, &1), (&409, &1)], "{report}");
+}
+
 /// Its policy differs, and the proof was not told.
 #[actix_web::test]
 async fn what_a_policy_does_otherwise_fails_until_it_is_said() {
@@ -210,10 +218,17 @@ async fn a_check_before_the_act_is_raced() {
 async fn work_that_ends_with_its_connection_and_is_done_again_shows_in_its_effects() {
     let report = report_on(Flaw::RunsAgainAfterReset).await;
     assert_eq!(failed(&report), [Stage::Reset], "{report}");
-    assert_says(&report, &["effects for 9 keys", "by an attempt that was cut off"]);
+    assert_says(&report, &["effects for 10 keys", "by an attempt that was cut off"]);
     // The answers alone tell nothing of it.
     let endpoint = Endpoint::new(Flaw::RunsAgainAfterReset);
     assert!(proof_of(&endpoint).await.passed());
+    // And no slow handler is needed to reset a connection in the middle of it.
+    let factory = {
+        let endpoint = endpoint.clone();
+        move || app(endpoint.clone())
+    };
+    let report = idempotency_proof(factory, order()).counting(async || endpoint.effects()).await;
+    assert_eq!(failed(&report), [Stage::Reset], "{report}");
 }
 
 #[actix_web::test]
@@ -280,6 +295,7 @@ async fn duplicates_that_fail_in_the_handler_are_no_refusals() {
     let report = report_on(Flaw::FailsDuplicates).await;
     assert!(failed(&report).contains(&Stage::Concurrent), "{report}");
     assert_says(&report, &["came      500", "the duplicate reached the handler and failed there"]);
+    assert!(!report.to_string().contains("the key stays taken"), "{report}");
 }
 
 #[actix_web::test]
