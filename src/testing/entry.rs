@@ -52,7 +52,7 @@ pub struct Entry {
     unanswered: usize,
     answers: usize,
     replays: usize,
-    /// Refusals that tell when to retry, of 409 ones.
+    /// Whether every 409 says when to retry, if there was one.
     retry_after: Option<bool>,
     keys: usize,
     effects: Option<i64>,

@@ -379,6 +379,9 @@ async fn what_is_not_proved_panics_with_the_report_and_its_place() {
     for words in ["tests/it/proof.rs:", "not proved", "FAIL           other body  a request, another under its key"] {
         assert!(message.contains(words), "{message}");
     }
+    // Whoever prints a report by `{:?}` sees numbers, too.
+    let report = format!("{:?}", report_on(Flaw::None).await);
+    assert!(report.contains("Answer(201 Created, 1 bytes)") && !report.contains("content-length"), "{report}");
 }
 
 #[actix_web::test]
