@@ -8,7 +8,10 @@ use actix_web::{
     dev::{ServiceFactory, ServiceRequest, ServiceResponse},
     rt::System,
 };
-use futures_util::future::{Either, select};
+use futures_util::{
+    FutureExt,
+    future::{Either, select},
+};
 use tokio::sync::oneshot;
 
 /// What one worker forgets the other must not know: two, as few as show it.
@@ -46,8 +49,13 @@ impl Served {
                 .disable_signals()
                 .bind(("127.0.0.1", 0))?;
             let address = server.addrs()[0];
-            let server = server.run();
+            let mut server = server.run();
             let handle = server.handle();
+            // The first poll starts the workers and waits until each has made its `App`: where that fails, nobody is sent
+            // to an address that refuses.
+            if let Some(end) = (&mut server).now_or_never() {
+                return end;
+            }
             // If nobody waits for it any more, `stopped` says so too.
             let _ = says_address.send(address);
             actix_web::rt::spawn(async move {
@@ -70,7 +78,7 @@ impl Served {
     ///
     /// # Errors
     ///
-    /// If it ends by itself before, which it does where the `App` cannot be made.
+    /// If it ends by itself before.
     pub(super) async fn during<T>(mut self, work: impl Future<Output = T>) -> io::Result<T> {
         let done = match select(pin!(work), &mut self.ended).await {
             Either::Left((done, _)) => done,
