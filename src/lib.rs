@@ -45,6 +45,7 @@ pub mod guarded;
 pub mod header;
 mod idempotency;
 pub mod inbox;
+pub mod inspector;
 mod isolation;
 mod json;
 mod keep;
@@ -87,6 +88,7 @@ pub use crate::{
     guarded::{Decrement, GuardedError},
     idempotency::Idempotency,
     inbox::{Handled, Inbox, InboxError, Received},
+    inspector::Inspector,
     isolation::Isolation,
     keep::Keep,
     key::{IdempotencyKey, InvalidKey, MAX_KEY_LENGTH},

@@ -173,7 +173,7 @@ impl Pace {
     /// Until the next round.
     pub(crate) async fn wait(&self) {
         loop {
-            let pause = jittered(*self.interval.lock().unwrap_or_else(PoisonError::into_inner));
+            let pause = jittered(self.interval());
             tokio::select! {
                 () = sleep(pause) => return,
                 () = self.changed.notified() => {}
@@ -189,6 +189,10 @@ impl Pace {
             *current = interval;
             self.changed.notify_one();
         }
+    }
+
+    fn interval(&self) -> Duration {
+        *self.interval.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -209,6 +213,11 @@ impl Sweeping {
     pub async fn stop(mut self) {
         self.task.abort();
         let _ = (&mut self.task).await;
+    }
+
+    /// Give or take a fifth.
+    pub(crate) fn interval(&self) -> Duration {
+        self.pace.interval()
     }
 
     /// Sweeps at least this often, from now on.

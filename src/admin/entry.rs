@@ -6,6 +6,7 @@ use std::{
 };
 
 use crate::{
+    digest::Digest,
     postgres::inspect::{Pin, Row},
     scope::{KeyId, redacted},
 };
@@ -132,6 +133,14 @@ impl Entry {
     #[must_use]
     pub fn id(&self) -> String {
         hex::encode(self.id.0)
+    }
+
+    /// What a page that shows this attempt may say of its owner: another one for every claim, completion and release,
+    /// and nothing that a write could name.
+    pub(crate) fn seen(&self) -> String {
+        let mut digest = Digest::new("actix-idempotency seen 1");
+        digest.part(self.id.0).part(&self.owner).part(&self.stored).part(self.attempt.to_be_bytes());
+        hex::encode(&digest.finish()[..16])
     }
 
     /// Whether nobody has written the row since `seen`, but for a lease that was renewed.

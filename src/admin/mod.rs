@@ -43,7 +43,7 @@ use crate::{
 };
 
 /// How many rows a prefix of an id may bring.
-const MATCHES: i64 = 10;
+pub(crate) const MATCHES: u32 = 10;
 
 /// Looks at keys, and acts on them.
 ///
@@ -130,7 +130,7 @@ impl Admin {
         let (Ok(first), Ok(last), false) = (end("0"), end("f"), prefix.is_empty() || prefix.len() > 64) else {
             return Ok(Vec::new());
         };
-        let ids = self.ask(async |conn| Ok(inspect::in_range(conn, &first, &last, MATCHES).await?)).await?;
+        let ids = self.ask(async |conn| Ok(inspect::in_range(conn, &first, &last, MATCHES.into()).await?)).await?;
         let mut entries = self.entries(&ids).await?;
         entries.sort_by_key(|entry| entry.id.0);
         Ok(entries)
@@ -167,6 +167,14 @@ impl Admin {
         let ids: Vec<&[u8]> = ids.iter().map(Vec::as_slice).collect();
         let rows = self.ask(async |conn| Ok(inspect::rows(conn, &ids).await?)).await?;
         Ok(rows.into_iter().filter_map(Entry::of).collect())
+    }
+
+    /// The row with this id, in hex. `None` where there is none, and for a text that is no id.
+    pub(crate) async fn row(&self, id: &str) -> Result<Option<Entry>, Error> {
+        match hex::decode(id).ok().and_then(|id| id.try_into().ok()) {
+            Some(id) => self.entry(KeyId(id)).await,
+            None => Ok(None),
+        }
     }
 
     /// With a connection of the pool, within the deadline. Dropped before its end, the connection is closed.

@@ -29,6 +29,7 @@ pub const STRETCHES: u32 = 10;
 /// `Debug` shows no key, and tenant and principal as digests.
 #[derive(Clone)]
 pub struct Search {
+    domain: Option<String>,
     key: Option<String>,
     tenant: Option<String>,
     principal: Option<String>,
@@ -41,6 +42,18 @@ pub struct Search {
 /// Where a search has stopped.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Rest(Vec<u8>);
+
+impl Rest {
+    /// For a link that goes on from here.
+    pub(crate) fn to_hex(&self) -> String {
+        hex::encode(&self.0)
+    }
+
+    /// `None` for what was never one.
+    pub(crate) fn of_hex(text: &str) -> Option<Self> {
+        hex::decode(text).ok().filter(|id| id.len() == 32).map(Self)
+    }
+}
 
 impl fmt::Debug for Rest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -64,6 +77,7 @@ pub struct Found {
 impl Default for Search {
     fn default() -> Self {
         Self {
+            domain: None,
             key: None,
             tenant: None,
             principal: None,
@@ -80,6 +94,12 @@ impl Search {
     #[must_use]
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// `http` for keys of requests, `once` for those of plain functions, `token` for form tokens.
+    #[must_use]
+    pub fn domain(self, domain: &str) -> Self {
+        Self { domain: Some(readable(domain)), ..self }
     }
 
     /// With this text, whoever's it is.
@@ -126,6 +146,7 @@ impl Search {
 
     fn wanted(&self) -> Wanted<'_> {
         Wanted {
+            domain: self.domain.as_deref(),
             key: self.key.as_deref(),
             tenant: self.tenant.as_deref(),
             principal: self.principal.as_deref(),
@@ -160,6 +181,7 @@ impl Search {
 impl fmt::Debug for Search {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Search")
+            .field("domain", &self.domain)
             .field("key", &self.key.as_ref().map(|key| format!("{} bytes", key.len())))
             .field("tenant", &self.tenant.as_deref().map(redacted))
             .field("principal", &self.principal.as_deref().map(redacted))
@@ -190,6 +212,19 @@ impl Admin {
     /// Where the store fails.
     pub async fn search(&self, search: &Search) -> Result<Found, Error> {
         let by = self.ask(async |conn| search.way(conn).await).await?;
+        self.found(search, by).await
+    }
+
+    /// Those that are outstanding, in one statement for a page that asks every few seconds: by
+    /// [`OUTSTANDING_INDEX`](crate::migrations::OUTSTANDING_INDEX) if it is there, and otherwise those claimed within the
+    /// last hour among the [`STRETCH`] keys that expire last. Whether the index was there is told, too.
+    pub(crate) async fn outstanding_lately(&self) -> Result<(Found, bool), Error> {
+        let is_indexed = self.ask(async |conn| Ok(inspect::is_indexed(conn, By::Outstanding).await?)).await?;
+        let by = if is_indexed { By::Outstanding } else { By::Lately };
+        Ok((self.found(&Search::new().outstanding(), by).await?, is_indexed))
+    }
+
+    async fn found(&self, search: &Search, by: By) -> Result<Found, Error> {
         let walked = self.walk(search, by).await?;
         let mut entries = self.entries(&walked.ids).await?;
         // One that has ended since it was found is not outstanding any more.

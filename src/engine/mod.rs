@@ -37,6 +37,16 @@ use crate::{
     transaction::Holders,
 };
 
+/// Whether expired rows go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sweeps {
+    /// From the first protected request on.
+    NotYet,
+    /// That is left to somebody else.
+    Never,
+    Every(Duration),
+}
+
 pub(crate) struct Engine {
     pub(crate) store: Store,
     pub(crate) leases: Arc<Leases>,
@@ -140,6 +150,14 @@ impl Engine {
         let watching = watch::keep_watching(Arc::downgrade(self), Arc::clone(&pace), is_swept_by_others);
         background::handle().spawn(watching);
         pace
+    }
+
+    pub(crate) fn sweeps(&self) -> Sweeps {
+        match self.sweeping.get() {
+            None => Sweeps::NotYet,
+            Some(None) => Sweeps::Never,
+            Some(Some(sweeping)) => Sweeps::Every(sweeping.interval()),
+        }
     }
 
     /// Somebody else sweeps. Too late once a request has been protected.

@@ -116,11 +116,14 @@ pub(crate) enum By {
     Outstanding,
     /// Those of a principal, by the index of it.
     Principal,
+    /// Those that expire last, by the index that every table has; of these, what was claimed within the last hour.
+    Lately,
 }
 
 /// Which of them are wanted.
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted<'a> {
+    pub(crate) domain: Option<&'a str>,
     pub(crate) key: Option<&'a str>,
     pub(crate) tenant: Option<&'a str>,
     pub(crate) principal: Option<&'a str>,
@@ -142,22 +145,26 @@ pub(crate) struct Looked {
 }
 
 statement! {
-    /// One of the three parts runs, the others are not begun.
+    /// One of the parts runs, the others are not begun.
     struct Find {
-        by: str, after: [u8], rows: i64, key: Option<&'a str>, tenant: Option<&'a str>, principal: Option<&'a str>,
-        resource: Option<&'a str>, outstanding: bool, limit: i64,
+        by: str, after: [u8], rows: i64, domain: Option<&'a str>, key: Option<&'a str>, tenant: Option<&'a str>,
+        principal: Option<&'a str>, resource: Option<&'a str>, outstanding: bool, limit: i64,
     }
     returns (BigInt, Nullable<Binary>, Array<Binary>);
     [
-        "WITH seen AS MATERIALIZED ((SELECT id, key, tenant, principal, resource, state, created_at \
+        "WITH seen AS MATERIALIZED ((SELECT id, domain, key, tenant, principal, resource, state, created_at \
          FROM idempotency_keys WHERE ", (by: Text), " = 'id' AND id > ", (after: Binary), " ORDER BY id LIMIT ",
-        (rows: BigInt), ") UNION ALL (SELECT id, key, tenant, principal, resource, state, created_at \
+        (rows: BigInt), ") UNION ALL (SELECT id, domain, key, tenant, principal, resource, state, created_at \
          FROM idempotency_keys WHERE ", (by: Text), " = 'outstanding' AND state = 'outstanding' \
-         ORDER BY leased_until LIMIT ", (rows: BigInt), ") UNION ALL (SELECT id, key, tenant, principal, resource, \
-         state, created_at FROM idempotency_keys WHERE ", (by: Text), " = 'principal' AND principal = ",
-        (principal: Nullable<Text>), " LIMIT ", (rows: BigInt), ")) \
+         ORDER BY leased_until LIMIT ", (rows: BigInt), ") UNION ALL (SELECT id, domain, key, tenant, principal, \
+         resource, state, created_at FROM idempotency_keys WHERE ", (by: Text), " = 'principal' AND principal = ",
+        (principal: Nullable<Text>), " LIMIT ", (rows: BigInt), ") UNION ALL (SELECT id, domain, key, tenant, \
+         principal, resource, state, created_at FROM idempotency_keys WHERE ", (by: Text),
+        " = 'lately' AND expires_at IS NOT NULL ORDER BY expires_at DESC LIMIT ", (rows: BigInt), ")) \
          SELECT (SELECT count(*) FROM seen), (SELECT id FROM seen ORDER BY id DESC LIMIT 1), \
-         ARRAY(SELECT id FROM seen WHERE (", (key: Nullable<Text>), " IS NULL OR key = ", (key: Nullable<Text>),
+         ARRAY(SELECT id FROM seen WHERE (", (by: Text), " <> 'lately' OR created_at > now() - interval '1 hour') \
+         AND (", (domain: Nullable<Text>), " IS NULL OR domain = ", (domain: Nullable<Text>),
+        ") AND (", (key: Nullable<Text>), " IS NULL OR key = ", (key: Nullable<Text>),
         ") AND (", (tenant: Nullable<Text>), " IS NULL OR tenant = ", (tenant: Nullable<Text>),
         ") AND (", (principal: Nullable<Text>), " IS NULL OR principal = ", (principal: Nullable<Text>),
         ") AND (", (resource: Nullable<Text>), " IS NULL OR resource = ", (resource: Nullable<Text>),
@@ -179,9 +186,11 @@ pub(crate) async fn find(
             By::Id => "id",
             By::Outstanding => "outstanding",
             By::Principal => "principal",
+            By::Lately => "lately",
         },
         after,
         rows: &rows,
+        domain: &wanted.domain,
         key: &wanted.key,
         tenant: &wanted.tenant,
         principal: &wanted.principal,
@@ -198,10 +207,10 @@ statement! {
     ["SELECT to_regclass(", (name: Text), ") IS NOT NULL"]
 }
 
-/// Whether there is an index for this way; there is always one of ids.
+/// Whether there is an index for this way; those of ids and of expiry are always there.
 pub(crate) async fn is_indexed(conn: &mut AsyncPgConnection, by: By) -> QueryResult<bool> {
     let name = match by {
-        By::Id => return Ok(true),
+        By::Id | By::Lately => return Ok(true),
         By::Outstanding => "idempotency_keys_outstanding_idx",
         By::Principal => "idempotency_keys_principal_idx",
     };

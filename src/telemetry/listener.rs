@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::{Event, say};
+use super::{Event, say, tally};
 use crate::scope::KeyId;
 
 /// What a listener is told: see [`on_event`].
@@ -80,6 +80,7 @@ pub(super) fn tell(event: Event, id: Option<&KeyId>, code: Option<&'static str>)
             // Not told to the listeners, of whom one would panic again.
             say!(error, Event::ListenerPanicked, during = notice.event);
             Event::ListenerPanicked.counter().increment(1);
+            tally().count(Event::ListenerPanicked);
         }
     }
 }

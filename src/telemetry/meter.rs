@@ -9,6 +9,8 @@ use super::Event;
 
 /// With each engine: the recorder may have come after the one before.
 pub(crate) fn describe() {
+    // From the first engine on.
+    super::tally();
     describe_counter!("idempotency_events_total", Unit::Count, "What has happened to keys, by the name of the event");
     describe_counter!("idempotency_refusals_total", Unit::Count, "Requests that were refused, by their code");
     describe_counter!("idempotency_swept_rows_total", Unit::Count, "Expired rows that were deleted");

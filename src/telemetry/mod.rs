@@ -89,6 +89,7 @@
 
 mod listener;
 mod meter;
+mod tally;
 
 use std::{
     fmt::Display,
@@ -105,7 +106,10 @@ use crate::{
 };
 
 pub use self::listener::{Notice, on_event};
-pub(crate) use self::meter::{claimed, completed, connections, describe, handled, oldest, outstanding, waited};
+pub(crate) use self::{
+    meter::{claimed, completed, connections, describe, handled, oldest, outstanding, waited},
+    tally::{Counted, INTERVAL, INTERVALS, tally},
+};
 
 /// The names, once: of the events, of what is counted, and of what listeners are told.
 macro_rules! events {
@@ -118,7 +122,7 @@ macro_rules! events {
         impl Event {
             const ALL: &[Self] = &[$(Self::$event,)*];
 
-            fn name(self) -> &'static str {
+            pub(crate) fn name(self) -> &'static str {
                 match self {
                     $(Self::$event => $name,)*
                 }
@@ -188,9 +192,10 @@ macro_rules! say {
 
 use say;
 
-/// Counts an event and tells the listeners.
+/// Counts an event, for the recorder and for the inspector, and tells the listeners.
 fn count(event: Event, id: Option<&KeyId>, code: Option<&'static str>) {
     event.counter().increment(1);
+    tally().count(event);
     listener::tell(event, id, code);
 }
 
@@ -233,6 +238,7 @@ pub(crate) fn body_failed(error: &dyn std::error::Error) {
 pub(crate) fn swept(rows: u64) {
     say!(debug, Event::Swept, rows);
     metrics::counter!("idempotency_swept_rows_total").increment(rows);
+    tally().swept(rows);
     count(Event::Swept, None, None);
 }
 

@@ -427,7 +427,7 @@ async fn a_search_finds_by_key_resource_tenant_and_principal_the_newest_first() 
 }
 
 /// A key for each n, as the row of `key` is, completed.
-fn more_rows(key: &str, rows: i64) -> String {
+pub fn more_rows(key: &str, rows: i64) -> String {
     format!(
         "INSERT INTO idempotency_keys (id, domain, tenant, principal, resource, key, fingerprint, recipe, recipe_version, \
          state, owner, attempt, seed, created_at, leased_until, completed_at, expires_at, status, header_names, \

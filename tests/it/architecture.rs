@@ -19,6 +19,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "idempotency",
             "completer",
             "gauges",
+            "inspector",
             "extract",
             "body",
             "settle",

@@ -8,6 +8,7 @@
 //! - [`bouncer::Bouncer`]: a PgBouncer in front of a server;
 //! - [`rabbit::Rabbit`]: a RabbitMQ, where one is asked for;
 //! - [`browser::Browser`]: a headless Chromium;
+//! - [`operator::Operator`]: somebody at the pages of an inspector;
 //! - [`tour::tour`]: once through everything, for a store that is set up in its own way;
 //! - [`shop::Shop`]: orders and stock, written through `IdemTx` under every policy;
 //! - [`jobs`]: work in steps, and without a request, for server processes;
@@ -31,6 +32,7 @@ pub mod forms;
 pub mod gate;
 pub mod jobs;
 pub mod log;
+pub mod operator;
 pub mod points;
 pub mod process;
 pub mod proxy;

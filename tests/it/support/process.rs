@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use actix_idempotency::{Idempotency, Policy, PoolBuilder};
+use actix_idempotency::{Idempotency, Inspector, Policy, PoolBuilder};
 use actix_web::{
     App, HttpServer,
     rt::time::{sleep, timeout},
@@ -186,6 +186,7 @@ fn serve_if_asked() {
                 .app_data(Data::new(pool.clone()))
                 .app_data(Data::new(gate.clone()))
                 .app_data(Data::new(misbehaved.clone()))
+                .service(Inspector::new(&idempotency).protected_elsewhere().scope("/idempotency"))
                 .configure(|config| jobs::routes(config, &idempotency, &policy))
                 .configure(|config| shop::routes(config, &idempotency, &policy))
                 .configure(|config| app::routes(config, &idempotency))

@@ -1,0 +1,100 @@
+//! Keys in a list.
+
+use maud::{Markup, html};
+use serde::Serialize;
+
+use super::{page::link, words};
+use crate::admin::{Entry, State};
+
+/// What is shown of a key wherever it is shown. Times are milliseconds, those of the clock since 1970.
+#[derive(Serialize)]
+pub(super) struct Row {
+    pub(super) id: String,
+    pub(super) domain: String,
+    pub(super) tenant: Option<String>,
+    pub(super) principal: Option<String>,
+    pub(super) resource: String,
+    pub(super) key: String,
+    pub(super) state: &'static str,
+    pub(super) attempt: u32,
+    pub(super) created_at_ms: u64,
+    pub(super) age_ms: u64,
+    pub(super) leased_until_ms: Option<u64>,
+    pub(super) lease_left_ms: Option<u64>,
+    pub(super) completed_at_ms: Option<u64>,
+    pub(super) expires_in_ms: Option<u64>,
+    pub(super) status: Option<u16>,
+    #[serde(skip)]
+    pub(super) is: State,
+}
+
+impl Row {
+    pub(super) fn of(entry: &Entry) -> Self {
+        let created_at_ms = words::unix_ms(entry.created_at);
+        Self {
+            id: entry.id(),
+            domain: entry.domain.clone(),
+            tenant: entry.tenant.clone(),
+            principal: entry.principal.clone(),
+            resource: entry.resource.clone(),
+            key: entry.key.clone(),
+            state: entry.state.as_str(),
+            attempt: entry.attempt,
+            created_at_ms,
+            age_ms: words::ago(created_at_ms),
+            leased_until_ms: entry.leased_until.map(words::unix_ms),
+            lease_left_ms: entry.lease_left.map(words::ms),
+            completed_at_ms: entry.completed_at.map(words::unix_ms),
+            expires_in_ms: entry.expires_in.map(words::ms),
+            status: entry.status,
+            is: entry.state,
+        }
+    }
+
+    pub(super) fn link(&self) -> String {
+        link("key", &[("id", Some(&self.id))])
+    }
+
+    /// What is left, or why there is nothing left.
+    pub(super) fn lease(&self) -> String {
+        match (self.is, self.lease_left_ms, self.leased_until_ms) {
+            (State::Outstanding, Some(left), _) => format!("{} left", words::span(left)),
+            (State::Outstanding, None, _) => "without end".to_owned(),
+            (State::Lapsed, _, Some(ended)) => format!("lapsed {} ago", words::span(words::ago(ended))),
+            _ => "ended".to_owned(),
+        }
+    }
+
+    pub(super) fn badge(&self) -> Markup {
+        html! { span.badge.(self.state) { (self.state) } }
+    }
+}
+
+pub(super) fn table(rows: &[Row]) -> Markup {
+    html! {
+        table.keys {
+            thead {
+                tr {
+                    @for name in ["State", "Key", "Resource", "Principal", "Tenant", "Attempt", "Claimed", "Lease", "Status"] {
+                        th scope="col" { (name) }
+                    }
+                }
+            }
+            tbody {
+                @for row in rows {
+                    tr.(row.state) {
+                        td { (row.badge()) }
+                        td.text { a href=(row.link()) { (row.key) } }
+                        td.text { (row.resource) }
+                        td.text { (row.principal.as_deref().unwrap_or("anonymous")) }
+                        td.text { (row.tenant.as_deref().unwrap_or("–")) }
+                        td.number { (row.attempt) }
+                        td { (words::span(row.age_ms)) " ago" }
+                        td { (row.lease()) }
+                        td.number { @if let Some(status) = row.status { (status) } @else { "–" } }
+                    }
+                }
+            }
+        }
+    }
+}

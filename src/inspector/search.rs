@@ -1,0 +1,227 @@
+//! Keys that somebody looks for.
+
+use actix_web::{
+    HttpResponse, Result,
+    web::{Data, Query},
+};
+use maud::{Markup, html};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Inspector,
+    page::{self, Failure, View, link},
+    rows::{self, Row},
+};
+use crate::{
+    admin::{Entry, Found, MATCHES, Rest, STRETCH, STRETCHES, Search},
+    error::Error,
+    scope::Scope,
+};
+
+/// As it stands in the address. An empty field says nothing.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Asked {
+    id: String,
+    domain: String,
+    key: String,
+    tenant: String,
+    principal: String,
+    resource: String,
+    outstanding: String,
+    /// Where the look before has stopped.
+    after: String,
+    /// How many rows of the principal have just gone, and how many are left.
+    erased: Option<u64>,
+    left: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Listing {
+    keys: Vec<Row>,
+    /// Whether every row was looked through that could fit.
+    is_whole: bool,
+    /// For `after`, where there is more to look through.
+    rest: Option<String>,
+    #[serde(skip)]
+    asked: Asked,
+}
+
+pub(super) async fn page(inspector: Data<Inspector>, asked: Result<Query<Asked>>) -> HttpResponse {
+    page::page(Listing::of(&inspector, asked).await)
+}
+
+pub(super) async fn json(inspector: Data<Inspector>, asked: Result<Query<Asked>>) -> HttpResponse {
+    page::json(Listing::of(&inspector, asked).await)
+}
+
+fn said(field: &str) -> Option<&str> {
+    Some(field).filter(|text| !text.is_empty())
+}
+
+impl Asked {
+    /// What no column can hold is told apart before the store is asked.
+    fn check(&self) -> Result<(), Failure> {
+        let all = [&self.domain, &self.key, &self.tenant, &self.principal, &self.resource];
+        if all.iter().any(|text| text.contains('\0')) {
+            return Err(Failure::unreadable("No key has a NUL in it, nor has anything else that can be looked for."));
+        }
+        if !["", "http", "once", "token"].contains(&self.domain.as_str()) {
+            return Err(Failure::unreadable("The domain is http, once or token."));
+        }
+        if self.id.len() > 64 || !self.id.chars().all(|digit| digit.is_ascii_hexdigit()) {
+            return Err(Failure::unreadable("An id is made of up to 64 hexadecimal digits."));
+        }
+        Ok(())
+    }
+
+    fn search(&self) -> Result<Search, Failure> {
+        let mut search = Search::new();
+        let fields: [(&str, fn(Search, &str) -> Search); 5] = [
+            (&self.domain, Search::domain),
+            (&self.key, Search::key),
+            (&self.tenant, Search::tenant),
+            (&self.principal, Search::principal),
+            (&self.resource, Search::resource),
+        ];
+        for (text, narrow) in fields {
+            search = said(text).map_or(search.clone(), |text| narrow(search, text));
+        }
+        if !self.outstanding.is_empty() {
+            search = search.outstanding();
+        }
+        match said(&self.after) {
+            None => Ok(search),
+            Some(after) => {
+                let rest = Rest::of_hex(after).ok_or(Failure::unreadable("No look has stopped there."))?;
+                Ok(search.after(rest))
+            }
+        }
+    }
+
+    /// The key, and whose it would be if the fields say everything about it.
+    fn scope(&self) -> Option<(Scope, &str)> {
+        let (key, resource) = (said(&self.key)?, said(&self.resource)?);
+        let is_any_state = self.outstanding.is_empty() && self.after.is_empty();
+        let scope = match self.domain.as_str() {
+            _ if !is_any_state => return None,
+            "token" => return None,
+            "once" => Scope::once(resource),
+            _ => Scope::request(resource),
+        };
+        let scope = said(&self.tenant).map_or(scope.clone(), |tenant| scope.for_tenant(tenant));
+        let scope = said(&self.principal).map_or(scope.clone(), |principal| scope.for_principal(principal));
+        Some((scope, key))
+    }
+
+    fn further(&self, rest: &str) -> String {
+        let fields = [
+            ("domain", said(&self.domain)),
+            ("key", said(&self.key)),
+            ("tenant", said(&self.tenant)),
+            ("principal", said(&self.principal)),
+            ("resource", said(&self.resource)),
+            ("outstanding", said(&self.outstanding)),
+            ("after", Some(rest)),
+        ];
+        link("search", &fields)
+    }
+}
+
+impl Listing {
+    async fn of(inspector: &Inspector, asked: Result<Query<Asked>>) -> Result<Self, Failure> {
+        let Query(asked) = asked.map_err(|_| Failure::unreadable("This address cannot be read."))?;
+        asked.check()?;
+        let search = asked.search()?;
+        let found = match said(&asked.id) {
+            Some(id) => Self::by_id(inspector, id).await,
+            None => Self::by_fields(inspector, &search, asked.scope()).await,
+        };
+        let (entries, is_whole, rest) = found.map_err(|error| Failure::store(&error))?;
+        let rest = rest.map(|rest| rest.to_hex());
+        Ok(Self { keys: entries.iter().map(Row::of).collect(), is_whole, rest, asked })
+    }
+
+    async fn by_id(inspector: &Inspector, id: &str) -> Result<(Vec<Entry>, bool, Option<Rest>), Error> {
+        let entries = inspector.admin.find(&id.to_ascii_lowercase()).await?;
+        let is_whole = entries.len() < MATCHES as usize;
+        Ok((entries, is_whole, None))
+    }
+
+    /// A key whose whole scope is said is found wherever it stands, however large the table is.
+    async fn by_fields(
+        inspector: &Inspector,
+        search: &Search,
+        scope: Option<(Scope, &str)>,
+    ) -> Result<(Vec<Entry>, bool, Option<Rest>), Error> {
+        let Found { mut entries, is_whole, rest } = inspector.admin.search(search).await?;
+        if let Some((scope, key)) = scope
+            && let Some(exact) = inspector.admin.look(&scope, key).await?
+            && entries.iter().all(|entry| entry.id() != exact.id())
+        {
+            entries.insert(0, exact);
+        }
+        Ok((entries, is_whole, rest))
+    }
+}
+
+impl View for Listing {
+    fn title(&self) -> String {
+        "Search".to_owned()
+    }
+
+    fn markup(&self) -> Markup {
+        html! {
+            h1 { "Search" }
+            @if let Some(erased) = self.asked.erased {
+                p.notice role="status" {
+                    (erased) " keys were erased"
+                    @if let Some(left @ 1..) = self.asked.left {
+                        "; " (left) " are there still: their requests run, or were written at that moment"
+                    }
+                    "."
+                }
+            }
+            (form(&self.asked))
+            p.hint {
+                @if self.keys.is_empty() { "None found" } @else { (self.keys.len()) " found" }
+                @if !self.is_whole && !self.asked.id.is_empty() {
+                    ", and there may be more whose ids begin so"
+                } @else if !self.is_whole {
+                    ", and not every key was looked through: a search stops after " (STRETCH * STRETCHES) " rows"
+                }
+                ". "
+                @if let Some(rest) = &self.rest { a href=(self.asked.further(rest)) { "Go on from there" } }
+            }
+            @if !self.keys.is_empty() { (rows::table(&self.keys)) }
+        }
+    }
+}
+
+/// With what was asked in it.
+pub(super) fn form(asked: &Asked) -> Markup {
+    let fields = [
+        ("key", "Key", &asked.key),
+        ("resource", "Resource", &asked.resource),
+        ("principal", "Principal", &asked.principal),
+        ("tenant", "Tenant", &asked.tenant),
+        ("id", "Id, or how it begins", &asked.id),
+    ];
+    html! {
+        form.search method="get" action="search" role="search" {
+            @for (name, label, value) in fields {
+                label { (label) input name=(name) value=(value) autocomplete="off" spellcheck="false"; }
+            }
+            label {
+                "Domain"
+                select name="domain" {
+                    @for (value, label) in [("", "any"), ("http", "http"), ("once", "once"), ("token", "token")] {
+                        option value=(value) selected[asked.domain == value] { (label) }
+                    }
+                }
+            }
+            label.check { input type="checkbox" name="outstanding" checked[!asked.outstanding.is_empty()]; "outstanding" }
+            button { "Search" }
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The inspector in a real browser.
+
+use std::{fs, time::Duration};
+
+use actix_idempotency::{Idempotency, Inspector, PgPool, Policy, migrations};
+use actix_web::{
+    HttpRequest, HttpResponse,
+    rt::spawn,
+    web::{self, ServiceConfig},
+};
+use fantoccini::Locator;
+
+use crate::support::{
+    app::{self, order},
+    browser::Browser,
+    client::{Answer, RequestExt, client},
+    db::Db,
+    eventually,
+    example::Example,
+    rig::Rig,
+};
+
+/// A page of another site, with a form that somebody's browser sends.
+async fn evil(form: web::Query<Vec<(String, String)>>) -> HttpResponse {
+    let fields: String = form
+        .iter()
+        .filter(|(name, _)| name != "action")
+        .map(|(name, value)| format!("<input type=hidden name={name} value={value}>"))
+        .collect();
+    let action = form.iter().find(|(name, _)| name == "action").unwrap().1.clone();
+    let page = format!("<form method=post action=\"{action}\">{fields}<button>Win a prize</button></form>");
+    HttpResponse::Ok().content_type("text/html; charset=utf-8").body(page)
+}
+
+async fn rig() -> Rig {
+    let routes = |config: &mut ServiceConfig, idempotency: &Idempotency, _: &PgPool| {
+        config.service(Inspector::new(idempotency).protected_elsewhere().scope("/idempotency"));
+        config.route("/evil", web::get().to(evil));
+        app::routes(config, idempotency);
+    };
+    let header =
+        |name: &'static str| move |request: &HttpRequest| request.headers().get(name)?.to_str().ok().map(str::to_owned);
+    let policy = Policy::new().principal(header("x-user")).tenant(header("x-tenant"));
+    Rig::builder().policy(policy).database(Db::read_committed().await).serve(routes).await
+}
+
+async fn ordered(rig: &Rig, key: &str) -> Answer {
+    rig.post("/orders").key(key).header("x-user", "alice").json(&order("x")).answer().await
+}
+
+#[actix_web::test]
+async fn the_plots_show_the_search_finds_and_a_forced_release_works() {
+    let Some(browser) = Browser::start().await else { return };
+    let rig = rig().await;
+    for key in ["k1", "k1", "k2"] {
+        assert_eq!(ordered(&rig, key).await.status, 201);
+    }
+    let owner = spawn(rig.post("/held").key("stuck").header("x-user", "alice").body("x").answer());
+    rig.gate.entered(1).await;
+
+    browser.goto(&rig.server.url("/idempotency")).await.unwrap();
+    browser.sees("Outstanding keys").await;
+    assert!(browser.current_url().await.unwrap().path().ends_with("/idempotency/overview"));
+    let bar = browser.element("#event-replayed svg.plot rect").await.rectangle().await.unwrap();
+    assert!(bar.2 > 0.5 && bar.3 > 5.0, "a bar should be seen: {bar:?}");
+    let ground = "return getComputedStyle(document.querySelector('svg.plot rect')).fill";
+    assert_ne!(browser.execute(ground, Vec::new()).await.unwrap(), "rgb(0, 0, 0)", "the style sheet is applied");
+
+    browser.fill_in("input[name=key]", "k1").await;
+    browser.click("form.search button").await;
+    browser.sees("1 found").await;
+    browser.find(Locator::LinkText("k1")).await.unwrap().click().await.unwrap();
+    browser.sees("One key").await;
+    assert!(browser.text().await.contains("the answer is stored; a retry gets it"));
+
+    browser.find(Locator::LinkText("Overview")).await.unwrap().click().await.unwrap();
+    browser.sees("Outstanding keys").await;
+    browser.find(Locator::LinkText("stuck")).await.unwrap().click().await.unwrap();
+    browser.sees("somebody runs it, and the lease is live").await;
+    browser.find(Locator::LinkText("Force the release")).await.unwrap().click().await.unwrap();
+    browser.sees("a payment could be made twice").await;
+    browser.click("main form button").await;
+    browser.sees("the attempt that had the key stores nothing any more").await;
+    assert_eq!(rig.db.state("stuck").await.as_deref(), Some("released"));
+    rig.gate.open(1);
+    assert_eq!(owner.await.unwrap().code(), "lease-lost");
+}
+
+#[actix_web::test]
+async fn the_page_follows_by_itself_what_happens() {
+    let Some(browser) = Browser::start().await else { return };
+    let rig = rig().await;
+    browser.goto(&rig.server.url("/idempotency/overview")).await.unwrap();
+    browser.sees("Live: looks every 5 s.").await;
+    // So that a reload of the page could be told.
+    browser.execute("window.open_since_then = true", Vec::new()).await.unwrap();
+    let owner = spawn(rig.post("/held").key("it-follows").header("x-user", "alice").body("x").answer());
+    rig.gate.entered(1).await;
+    browser.sees("it-follows").await;
+    rig.gate.open(1);
+    assert_eq!(owner.await.unwrap().status, 201);
+    eventually("it is not outstanding any more", async || !browser.text().await.contains("it-follows")).await;
+    assert_eq!(browser.execute("return window.open_since_then", Vec::new()).await.unwrap(), true);
+    // The server goes, and the page says that it is not up to date.
+    rig.server.handle.stop(false).await;
+    browser.sees("Not live: the last look failed").await;
+}
+
+#[actix_web::test]
+async fn hostile_names_run_no_script() {
+    let Some(browser) = Browser::start().await else { return };
+    let rig = rig().await;
+    let key = "<script>document.title='run'</script><img/src=x/onerror=alert(1)>";
+    let (user, tenant) = ("\"><script>document.title='run'</script>", "'><svg/onload=document.title='run'>");
+    let ask = rig.post("/orders").key(key).header("x-user", user).header("x-tenant", tenant);
+    assert_eq!(ask.json(&order("x")).answer().await.status, 201);
+    rig.db.run("UPDATE idempotency_keys SET resource = E'</td><script>document.title=''run''</script> \\u202e☃'").await;
+    rig.db.lapse(&key.replace('\'', "''")).await;
+    let id = rig.db.text("SELECT encode(id, 'hex') AS value FROM idempotency_keys").await.unwrap();
+    for page in [format!("key?id={id}"), "overview".into(), "search".into(), format!("release?id={id}")] {
+        browser.goto(&rig.server.url(&format!("/idempotency/{page}"))).await.unwrap();
+        browser.sees(key).await;
+        browser.sees("☃").await;
+        if page == "overview" {
+            // It has been brought up to date by the script, too.
+            rig.db.run("UPDATE idempotency_keys SET resource = resource || ' again'").await;
+            browser.sees("☃ again").await;
+        }
+        assert!(!browser.title().await.unwrap().starts_with("run"), "{page}");
+        assert!(browser.get_alert_text().await.is_err(), "{page}");
+        for made in ["main script", "main img", "main svg:not(.plot)"] {
+            assert!(browser.find(Locator::Css(made)).await.is_err(), "{page}: {made}");
+        }
+    }
+}
+
+/// The browser that is logged in there is led to another site, whose form it sends.
+#[actix_web::test]
+async fn a_form_of_another_site_does_nothing() {
+    let Some(browser) = Browser::start().await else { return };
+    let rig = rig().await;
+    assert_eq!(ordered(&rig, "a").await.status, 201);
+    let id = rig.db.text("SELECT encode(id, 'hex') AS value FROM idempotency_keys").await.unwrap();
+    // Even one that knows what the page says.
+    let question = client().get(rig.server.url(&format!("/idempotency/expire?id={id}"))).answer().await.text();
+    let seen = question.split("name=\"seen\" value=\"").nth(1).unwrap().split('"').next().unwrap();
+    let fields = |host: &str, action: &str| {
+        let action = format!("http://{}/idempotency/{action}", rig.server.address);
+        let fields = [("action", &*action), ("id", &id), ("seen", seen), ("principal", "alice")];
+        let query = serde_urlencoded::to_string(fields).unwrap();
+        format!("http://{host}:{}/evil?{query}", rig.server.address.port())
+    };
+    for action in ["expire", "erase"] {
+        browser.goto(&fields("localhost", action)).await.unwrap();
+        browser.sees("Win a prize").await;
+        browser.click("button").await;
+        browser.sees("not sent from a page of the inspector").await;
+        assert_eq!(ordered(&rig, "a").await.is_replay(), true, "{action}");
+    }
+    // The same form on a page of the same site would do it: the test above tests what it says.
+    browser.goto(&fields("127.0.0.1", "expire")).await.unwrap();
+    browser.sees("Win a prize").await;
+    browser.click("button").await;
+    browser.sees("Expired: the next request").await;
+    assert!(!ordered(&rig, "a").await.is_replay());
+}
+
+/// By hand: `cargo test --test it -- pictures --ignored`.
+#[actix_web::test]
+#[ignore = "writes the pictures of the README"]
+async fn pictures_for_the_readme() {
+    let browser = Browser::start().await.unwrap();
+    browser.set_window_size(1180, 1180).await.unwrap();
+    let db = Db::empty().await;
+    let example = Example::start("inspector", &db.url, &[]);
+    let post = |key: String, body: &str| {
+        let post = client().post(example.url("/orders")).key(&key).body(body.to_owned());
+        async move { post.answer().await.status.as_u16() }
+    };
+    for round in 0..60 {
+        post(format!("order-{}", round * 2 / 3), "tea").await;
+        if round % 7 == 0 {
+            post(format!("order-{}", round * 2 / 3), "coffee").await;
+            post(format!("cart-{round}"), "fails").await;
+        }
+        if round % 20 == 19 {
+            db.lapse(&format!("order-{}", round / 2)).await;
+            post(format!("order-{}", round / 2), "tea").await;
+        }
+        actix_web::rt::time::sleep(Duration::from_millis(200 + 900 * (round % 5))).await;
+    }
+    spawn(post("checkout-7f3a".into(), "slow"));
+    spawn(post("checkout-81c0".into(), "slow"));
+    eventually("they run", async || db.is("(SELECT count(*) = 2 FROM idempotency_keys WHERE state = 'outstanding')").await)
+        .await;
+    db.lapse("order-3").await;
+    let at = |page: &str| example.url(&format!("/idempotency/{page}")).replace("://", "://operator:secret@");
+    let picture = async |name: &str| {
+        let file = format!("{}/examples/inspector-{name}.png", env!("CARGO_MANIFEST_DIR"));
+        fs::write(file, browser.screenshot().await.unwrap()).unwrap();
+    };
+    browser.goto(&at("overview")).await.unwrap();
+    browser.sees("Live: looks every 5 s.").await;
+    picture("overview").await;
+    browser.set_window_size(900, 560).await.unwrap();
+    browser.find(Locator::LinkText("checkout-7f3a")).await.unwrap().click().await.unwrap();
+    browser.sees("somebody runs it").await;
+    browser.find(Locator::LinkText("Force the release")).await.unwrap().click().await.unwrap();
+    browser.sees("a payment could be made twice").await;
+    picture("force-release").await;
+    let _ = migrations::OUTSTANDING_INDEX;
+}
