@@ -72,7 +72,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let idempotency = Idempotency::postgres(pool(&url)?).with(Policy::new().anonymous());
     // The middleware around the scope says who may come. What these orders answer is no secret.
-    let inspector = Inspector::new(&idempotency).protected_elsewhere().show_bodies(|key| key.resource == "POST /orders");
+    let inspector =
+        Inspector::new(&idempotency).protected_elsewhere().show_bodies(|key| key.resource == "POST /orders");
     let operator = Data::new(Operator(format!("Basic {}", BASE64_STANDARD.encode(format!("operator:{password}")))));
     let server = HttpServer::new(move || {
         App::new()

@@ -5,6 +5,7 @@
 //! [`Gauges`]: crate::Gauges
 //! [`IdemKey`]: crate::IdemKey
 //! [`IdemTx`]: crate::IdemTx
+//! [`Inspector`]: crate::Inspector
 //! [`Once`]: crate::Once
 //! [`Policy`]: crate::Policy
 //! [`Sweeper`]: crate::Sweeper

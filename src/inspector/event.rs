@@ -38,12 +38,7 @@ pub(super) struct Figures {
 
 impl From<Counted> for Figures {
     fn from(counted: Counted) -> Self {
-        Self {
-            event: counted.event.name(),
-            total: counted.total,
-            lately: counted.lately,
-            counted: counted.event,
-        }
+        Self { event: counted.event.name(), total: counted.total, lately: counted.lately, counted: counted.event }
     }
 }
 

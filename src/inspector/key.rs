@@ -120,11 +120,14 @@ impl Life {
             ("lease", html! { (row.lease()) }),
         ];
         facts.extend(row.completed_at_ms.map(|completed| ("completed", at(completed))));
-        facts.push(("expires", match row.expires_in_ms {
-            None => html! { "never" },
-            Some(0) => html! { "it has expired" },
-            Some(left) => html! { "in " (words::span(left)) },
-        }));
+        facts.push((
+            "expires",
+            match row.expires_in_ms {
+                None => html! { "never" },
+                Some(0) => html! { "it has expired" },
+                Some(left) => html! { "in " (words::span(left)) },
+            },
+        ));
         facts.extend(row.status.map(|status| ("status", html! { (status) })));
         facts
     }
@@ -196,11 +199,12 @@ impl Answer {
 }
 
 fn headers(stored: &ResponseSnapshot, is_shown: bool) -> Vec<Header> {
-    let header = |(name, value): (&actix_web::http::header::HeaderName, &actix_web::http::header::HeaderValue)| Header {
-        name: name.to_string(),
-        value: (is_shown || HARMLESS.contains(&name.as_str()))
-            .then(|| String::from_utf8_lossy(value.as_bytes()).into_owned()),
-    };
+    let header =
+        |(name, value): (&actix_web::http::header::HeaderName, &actix_web::http::header::HeaderValue)| Header {
+            name: name.to_string(),
+            value: (is_shown || HARMLESS.contains(&name.as_str()))
+                .then(|| String::from_utf8_lossy(value.as_bytes()).into_owned()),
+        };
     stored.headers().map(header).collect()
 }
 

@@ -158,9 +158,11 @@ impl Inspector {
             "Inspector::scope: nothing says who may look at every key and act on it. Add .guard(…) to the Inspector, or \
              .protected_elsewhere() where a middleware around the scope, or the network, sees to that"
         );
-        let guarded = self.guards.iter().cloned().fold(web::scope(path), |scope, guard| {
-            scope.guard(fn_guard(move |context| guard.check(context)))
-        });
+        let guarded = self
+            .guards
+            .iter()
+            .cloned()
+            .fold(web::scope(path), |scope, guard| scope.guard(fn_guard(move |context| guard.check(context))));
         guarded
             .app_data(Data::new(self.clone()))
             .route("", web::get().to(root))

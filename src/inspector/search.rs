@@ -60,10 +60,21 @@ fn said(field: &str) -> Option<&str> {
 }
 
 impl Asked {
+    /// Those that say something about the key.
+    fn fields(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let fields = [
+            ("domain", &self.domain),
+            ("key", &self.key),
+            ("tenant", &self.tenant),
+            ("principal", &self.principal),
+            ("resource", &self.resource),
+        ];
+        fields.into_iter().filter_map(|(field, text)| Some((field, said(text)?)))
+    }
+
     /// What no column can hold is told apart before the store is asked.
     fn check(&self) -> Result<(), Failure> {
-        let all = [&self.domain, &self.key, &self.tenant, &self.principal, &self.resource];
-        if all.iter().any(|text| text.contains('\0')) {
+        if self.fields().any(|(_, text)| text.contains('\0')) {
             return Err(Failure::unreadable("No key has a NUL in it, nor has anything else that can be looked for."));
         }
         if !["", "http", "once", "token"].contains(&self.domain.as_str()) {
@@ -77,15 +88,14 @@ impl Asked {
 
     fn search(&self) -> Result<Search, Failure> {
         let mut search = Search::new();
-        let fields: [(&str, fn(Search, &str) -> Search); 5] = [
-            (&self.domain, Search::domain),
-            (&self.key, Search::key),
-            (&self.tenant, Search::tenant),
-            (&self.principal, Search::principal),
-            (&self.resource, Search::resource),
-        ];
-        for (text, narrow) in fields {
-            search = said(text).map_or(search.clone(), |text| narrow(search, text));
+        for (field, text) in self.fields() {
+            search = match field {
+                "domain" => search.domain(text),
+                "key" => search.key(text),
+                "tenant" => search.tenant(text),
+                "principal" => search.principal(text),
+                _ => search.resource(text),
+            };
         }
         if !self.outstanding.is_empty() {
             search = search.outstanding();
@@ -115,15 +125,8 @@ impl Asked {
     }
 
     fn further(&self, rest: &str) -> String {
-        let fields = [
-            ("domain", said(&self.domain)),
-            ("key", said(&self.key)),
-            ("tenant", said(&self.tenant)),
-            ("principal", said(&self.principal)),
-            ("resource", said(&self.resource)),
-            ("outstanding", said(&self.outstanding)),
-            ("after", Some(rest)),
-        ];
+        let mut fields: Vec<_> = self.fields().map(|(field, text)| (field, Some(text))).collect();
+        fields.extend([("outstanding", said(&self.outstanding)), ("after", Some(rest))]);
         link("search", &fields)
     }
 }

@@ -64,7 +64,8 @@
 //! Every event is counted, and what takes time is measured, through the facade crate
 //! [`metrics`](https://docs.rs/metrics) 0.24: install a recorder of yours, such as that of
 //! `metrics-exporter-prometheus`, before the first engine is made, which is when the names are described and
-//! all counters of events begin at zero. Without a recorder all of this is a look at one atomic.
+//! all counters of events begin at zero. Without a recorder all of this is a look at one atomic; the
+//! [`Inspector`](crate::Inspector) shows the events of the last quarter of an hour by a count of its own.
 //!
 //! | metric | kind | unit | labels | what |
 //! |---|---|---|---|---|

@@ -175,7 +175,9 @@ mod tests {
         let tally = Tally::new();
         std::thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| (0..80).for_each(|interval| (0..50).for_each(|_| tally.count_in(interval, Event::Fresh))));
+                scope.spawn(|| {
+                    (0..80).for_each(|interval| (0..50).for_each(|_| tally.count_in(interval, Event::Fresh)))
+                });
             }
         });
         let (total, lately) = of(&tally, 80, Event::Fresh);

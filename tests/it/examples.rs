@@ -43,3 +43,13 @@ async fn transitions_are_shown_by_curl_as_the_example_says() {
     assert_eq!(db.number("SELECT count(*) AS value FROM history").await, 2);
     assert!(db.is("(SELECT bool_and(callbacks = 1) FROM payments)").await);
 }
+
+#[actix_web::test]
+async fn the_inspector_is_asked_by_curl_as_the_example_says() {
+    if !Session::can_run() {
+        return;
+    }
+    let (db, answers) = answers("inspector").await;
+    assert_eq!(answers, [201, 201, 422, 500, 401, 200, 200, 400]);
+    assert_eq!(db.keys().await, 2);
+}

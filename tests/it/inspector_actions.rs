@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use actix_idempotency::{Idempotency, IdemTx, Inspector, PgPool, Policy};
+use actix_idempotency::{IdemTx, Idempotency, Inspector, PgPool, Policy};
 use actix_web::{
     HttpRequest, HttpResponse, Result,
     rt::{spawn, time::sleep},

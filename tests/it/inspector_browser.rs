@@ -2,9 +2,11 @@
 
 use std::{fs, time::Duration};
 
-use actix_idempotency::{Idempotency, Inspector, PgPool, Policy, migrations};
+use actix_idempotency::{Idempotency, Inspector, PgPool, Policy};
 use actix_web::{
     HttpRequest, HttpResponse,
+    dev::Service,
+    http::header::{self, HeaderValue},
     rt::spawn,
     web::{self, ServiceConfig},
 };
@@ -36,6 +38,16 @@ async fn rig() -> Rig {
     let routes = |config: &mut ServiceConfig, idempotency: &Idempotency, _: &PgPool| {
         config.service(Inspector::new(idempotency).protected_elsewhere().scope("/idempotency"));
         config.route("/evil", web::get().to(evil));
+        let scriptless = web::scope("/scriptless").wrap_fn(|request, pages| {
+            let answering = pages.call(request);
+            async {
+                let mut answer = answering.await?;
+                let no_script = HeaderValue::from_static("script-src 'none'");
+                answer.headers_mut().append(header::CONTENT_SECURITY_POLICY, no_script);
+                Ok(answer)
+            }
+        });
+        config.service(scriptless.service(Inspector::new(idempotency).protected_elsewhere().scope("/idempotency")));
         app::routes(config, idempotency);
     };
     let header =
@@ -87,6 +99,28 @@ async fn the_plots_show_the_search_finds_and_a_forced_release_works() {
 }
 
 #[actix_web::test]
+async fn all_of_it_works_where_no_script_runs() {
+    let Some(browser) = Browser::start().await else { return };
+    let rig = rig().await;
+    assert_eq!(ordered(&rig, "k1").await.status, 201);
+    browser.goto(&rig.server.url("/scriptless/idempotency")).await.unwrap();
+    browser.sees("Outstanding keys").await;
+    assert!(!browser.text().await.contains("Live:"));
+    let bar = browser.element("#event-fresh svg.plot rect").await.rectangle().await.unwrap();
+    assert!(bar.3 > 5.0, "a bar should be seen: {bar:?}");
+    browser.fill_in("input[name=key]", "k1").await;
+    browser.click("form.search button").await;
+    browser.sees("1 found").await;
+    browser.find(Locator::LinkText("k1")).await.unwrap().click().await.unwrap();
+    browser.sees("the answer is stored").await;
+    browser.find(Locator::LinkText("Expire")).await.unwrap().click().await.unwrap();
+    browser.sees("A late retry of it does it again.").await;
+    browser.click("main form button").await;
+    browser.sees("Expired: the next request with this key is a first one.").await;
+    assert!(!ordered(&rig, "k1").await.is_replay());
+}
+
+#[actix_web::test]
 async fn the_page_follows_by_itself_what_happens() {
     let Some(browser) = Browser::start().await else { return };
     let rig = rig().await;
@@ -100,6 +134,17 @@ async fn the_page_follows_by_itself_what_happens() {
     rig.gate.open(1);
     assert_eq!(owner.await.unwrap().status, 201);
     eventually("it is not outstanding any more", async || !browser.text().await.contains("it-follows")).await;
+    // What somebody has come to by keyboard stays.
+    browser
+        .execute(
+            "document.querySelector('[data-live]').tabIndex = 0; document.querySelector('[data-live]').focus()",
+            Vec::new(),
+        )
+        .await
+        .unwrap();
+    browser.sees("Stands still while something of it is selected.").await;
+    browser.execute("document.activeElement.blur()", Vec::new()).await.unwrap();
+    browser.sees("Live: looks every 5 s.").await;
     assert_eq!(browser.execute("return window.open_since_then", Vec::new()).await.unwrap(), true);
     // The server goes, and the page says that it is not up to date.
     rig.server.handle.stop(false).await;
@@ -155,7 +200,7 @@ async fn a_form_of_another_site_does_nothing() {
         browser.sees("Win a prize").await;
         browser.click("button").await;
         browser.sees("not sent from a page of the inspector").await;
-        assert_eq!(ordered(&rig, "a").await.is_replay(), true, "{action}");
+        assert!(ordered(&rig, "a").await.is_replay(), "{action}");
     }
     // The same form on a page of the same site would do it: the test above tests what it says.
     browser.goto(&fields("127.0.0.1", "expire")).await.unwrap();
@@ -191,8 +236,10 @@ async fn pictures_for_the_readme() {
     }
     spawn(post("checkout-7f3a".into(), "slow"));
     spawn(post("checkout-81c0".into(), "slow"));
-    eventually("they run", async || db.is("(SELECT count(*) = 2 FROM idempotency_keys WHERE state = 'outstanding')").await)
-        .await;
+    eventually("they run", async || {
+        db.is("(SELECT count(*) = 2 FROM idempotency_keys WHERE state = 'outstanding')").await
+    })
+    .await;
     db.lapse("order-3").await;
     let at = |page: &str| example.url(&format!("/idempotency/{page}")).replace("://", "://operator:secret@");
     let picture = async |name: &str| {
@@ -208,5 +255,4 @@ async fn pictures_for_the_readme() {
     browser.find(Locator::LinkText("Force the release")).await.unwrap().click().await.unwrap();
     browser.sees("a payment could be made twice").await;
     picture("force-release").await;
-    let _ = migrations::OUTSTANDING_INDEX;
 }
