@@ -86,6 +86,8 @@ pub struct Entry {
     pub leased_until: Option<SystemTime>,
     /// When the answer was stored.
     pub completed_at: Option<SystemTime>,
+    /// When it was looked at: this and all times here are those of the database's clock.
+    pub seen_at: SystemTime,
     /// What is left of the lease. `None` where nobody has one, or it has no end.
     pub lease_left: Option<Duration>,
     /// What is left until it expires; zero where it has expired. `None`: it never does.
@@ -120,6 +122,7 @@ impl Entry {
             created_at: life.created_at,
             leased_until: life.leased_until,
             completed_at: life.completed_at,
+            seen_at: life.seen_at,
             lease_left: life.lease_left_ms.filter(|_| state == State::Outstanding).map(left),
             expires_in: life.expires_in_ms.map(left),
             status: kept.status.map(i16::cast_unsigned),

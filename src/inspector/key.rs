@@ -106,7 +106,7 @@ impl Life {
     /// One line each; what has no value has no line.
     fn facts(&self) -> Vec<(&'static str, Markup)> {
         let row = &self.row;
-        let at = |unix_ms: u64| html! { (words::date(unix_ms)) ", " (words::span(words::ago(unix_ms))) " ago" };
+        let at = |unix_ms: u64| html! { (words::date(unix_ms)) ", " (row.ago(unix_ms)) };
         let mut facts = vec![
             ("state", html! { (row.badge()) " " (meaning(row.is)) }),
             ("key", html! { code { (row.key) } }),
@@ -119,6 +119,7 @@ impl Life {
             ("first claimed", at(row.created_at_ms)),
             ("lease", html! { (row.lease()) }),
         ];
+        facts.extend(row.request_id.as_ref().map(|id| ("first request", html! { code { (id) } })));
         facts.extend(row.completed_at_ms.map(|completed| ("completed", at(completed))));
         facts.push((
             "expires",

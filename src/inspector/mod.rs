@@ -35,7 +35,7 @@
 //!
 //! Events are counted per process, of all its engines, from the first one on: behind a load balancer each reload
 //! may show another process, and each page says which. For the service as a whole there are metrics, see
-//! [`telemetry`](crate::telemetry). Ages are by the clock of the process, leases and expiry by that of the database.
+//! [`telemetry`](crate::telemetry). Whatever is told of rows is by the clock of the database.
 //!
 //! Outstanding keys are listed by [`OUTSTANDING_INDEX`](crate::migrations::OUTSTANDING_INDEX). Without it the page
 //! lists those claimed within the last hour, among the ten thousand keys that expire last, and says so.

@@ -33,7 +33,7 @@ struct Overview {
 #[derive(Serialize)]
 struct Process {
     id: u32,
-    counted_since_ms: u64,
+    counted_for_ms: u64,
     interval_ms: u64,
     /// Keys that it holds.
     held: usize,
@@ -46,7 +46,8 @@ struct Sweeper {
     /// `not-yet`, `off`, `on`.
     state: &'static str,
     every_ms: Option<u64>,
-    last_at_ms: Option<u64>,
+    /// How long ago its last round was over.
+    last_ago_ms: Option<u64>,
     last_rows: Option<u64>,
     /// Since the process has counted.
     rows: u64,
@@ -94,7 +95,7 @@ impl Process {
         let pool = engine.store.pool.state();
         Self {
             id: process::id(),
-            counted_since_ms: words::unix_ms(telemetry::tally().since),
+            counted_for_ms: words::ms(telemetry::tally().counted_for()),
             interval_ms: words::ms(INTERVAL),
             held: engine.outstanding(),
             connections_in_use: pool.connections.saturating_sub(pool.idle_connections),
@@ -114,7 +115,7 @@ impl Sweeper {
         Self {
             state,
             every_ms: every.map(words::ms),
-            last_at_ms: swept.last.map(|(at, _)| words::unix_ms(at)),
+            last_ago_ms: swept.last.map(|(at, _)| words::ms(at.elapsed())),
             last_rows: swept.last.map(|(_, rows)| rows),
             rows: swept.rows,
         }
@@ -128,9 +129,9 @@ impl Sweeper {
                     ("off", _) => { "This engine leaves expired rows to somebody else. " }
                     _ => { "The sweeper starts with the first protected request. " }
                 }
-                @match (self.last_at_ms, self.last_rows) {
-                    (Some(at), Some(rows)) => {
-                        "Its last round was over " b { (words::span(words::ago(at))) } " ago and deleted "
+                @match (self.last_ago_ms, self.last_rows) {
+                    (Some(ago), Some(rows)) => {
+                        "Its last round was over " b { (words::span(ago)) } " ago and deleted "
                         b { (rows) } " rows; " (self.rows) " since the process has counted."
                     }
                     _ => { "No round has been over in this process." }
@@ -215,7 +216,7 @@ impl View for Overview {
                 section {
                     h2 { "The last " (minutes) " minutes" }
                     p.hint {
-                        "Of process " (self.process.id) ", which has counted since " (words::date(self.process.counted_since_ms))
+                        "Of process " (self.process.id) ", which has counted for " (words::span(self.process.counted_for_ms))
                         ". A bar is " (INTERVAL.as_secs()) " s. It holds " b { (self.process.held) } " keys; of its pool "
                         (self.process.connections_in_use) " connections are in use and " (self.process.connections_idle)
                         " idle."

@@ -15,8 +15,12 @@ pub(super) struct Row {
     pub(super) principal: Option<String>,
     pub(super) resource: String,
     pub(super) key: String,
+    /// By what the logs know the request that claimed it first.
+    pub(super) request_id: Option<String>,
     pub(super) state: &'static str,
     pub(super) attempt: u32,
+    /// When it was looked at, by the same clock as all of these: the database's.
+    pub(super) seen_at_ms: u64,
     pub(super) created_at_ms: u64,
     pub(super) age_ms: u64,
     pub(super) leased_until_ms: Option<u64>,
@@ -30,7 +34,7 @@ pub(super) struct Row {
 
 impl Row {
     pub(super) fn of(entry: &Entry) -> Self {
-        let created_at_ms = words::unix_ms(entry.created_at);
+        let (seen_at_ms, created_at_ms) = (words::unix_ms(entry.seen_at), words::unix_ms(entry.created_at));
         Self {
             id: entry.id(),
             domain: entry.domain.clone(),
@@ -38,10 +42,12 @@ impl Row {
             principal: entry.principal.clone(),
             resource: entry.resource.clone(),
             key: entry.key.clone(),
+            request_id: entry.request_id.clone(),
             state: entry.state.as_str(),
             attempt: entry.attempt,
+            seen_at_ms,
             created_at_ms,
-            age_ms: words::ago(created_at_ms),
+            age_ms: seen_at_ms.saturating_sub(created_at_ms),
             leased_until_ms: entry.leased_until.map(words::unix_ms),
             lease_left_ms: entry.lease_left.map(words::ms),
             completed_at_ms: entry.completed_at.map(words::unix_ms),
@@ -55,12 +61,17 @@ impl Row {
         link("key", &[("id", Some(&self.id))])
     }
 
+    /// How long before it was looked at.
+    pub(super) fn ago(&self, unix_ms: u64) -> String {
+        format!("{} ago", words::span(self.seen_at_ms.saturating_sub(unix_ms)))
+    }
+
     /// What is left, or why there is nothing left.
     pub(super) fn lease(&self) -> String {
         match (self.is, self.lease_left_ms, self.leased_until_ms) {
             (State::Outstanding, Some(left), _) => format!("{} left", words::span(left)),
             (State::Outstanding, None, _) => "without end".to_owned(),
-            (State::Lapsed, _, Some(ended)) => format!("lapsed {} ago", words::span(words::ago(ended))),
+            (State::Lapsed, _, Some(ended)) => format!("lapsed {}", self.ago(ended)),
             _ => "ended".to_owned(),
         }
     }
@@ -89,7 +100,7 @@ pub(super) fn table(rows: &[Row]) -> Markup {
                         td.text { (row.principal.as_deref().unwrap_or("anonymous")) }
                         td.text { (row.tenant.as_deref().unwrap_or("–")) }
                         td.number { (row.attempt) }
-                        td { (words::span(row.age_ms)) " ago" }
+                        td { (row.ago(row.created_at_ms)) }
                         td { (row.lease()) }
                         td.number { @if let Some(status) = row.status { (status) } @else { "–" } }
                     }

@@ -13,11 +13,6 @@ pub(super) fn ms(duration: Duration) -> u64 {
     duration.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
-/// How long ago; nothing where the clocks disagree.
-pub(super) fn ago(unix_ms_then: u64) -> u64 {
-    unix_ms(SystemTime::now()).saturating_sub(unix_ms_then)
-}
-
 /// In UTC.
 pub(super) fn date(unix_ms: u64) -> String {
     HttpDate::from(SystemTime::UNIX_EPOCH + Duration::from_millis(unix_ms)).to_string()

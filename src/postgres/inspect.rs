@@ -44,6 +44,8 @@ pub(crate) struct Life {
     pub(crate) lease_left_ms: Option<i64>,
     /// `None`: never.
     pub(crate) expires_in_ms: Option<i64>,
+    /// When it was looked at.
+    pub(crate) seen_at: SystemTime,
 }
 
 /// What is said of the answer without telling it.
@@ -64,7 +66,7 @@ statement! {
     returns (
         (Binary, Binary, Text),
         (Text, Nullable<Text>, Nullable<Text>, Text, Text, Nullable<Text>),
-        (Text, Integer, Timestamp, Nullable<Timestamp>, Nullable<Timestamp>, Nullable<BigInt>, Nullable<BigInt>),
+        (Text, Integer, Timestamp, Nullable<Timestamp>, Nullable<Timestamp>, Nullable<BigInt>, Nullable<BigInt>, Timestamp),
         (Nullable<SmallInt>, Nullable<Array<Text>>, Nullable<Integer>, Bool),
     );
     [
@@ -75,7 +77,7 @@ statement! {
          k.completed_at AT TIME ZONE 'UTC', \
          CASE WHEN isfinite(k.leased_until) THEN ceil(extract(epoch FROM k.leased_until - t.now) * 1000)::bigint END, \
          CASE WHEN isfinite(t.expires_at) THEN ceil(extract(epoch FROM t.expires_at - t.now) * 1000)::bigint END, \
-         k.status, k.header_names, octet_length(k.body), k.body_omitted \
+         t.now AT TIME ZONE 'UTC', k.status, k.header_names, octet_length(k.body), k.body_omitted \
          FROM unnest(", (ids: Array<Binary>), ") AS wanted (id) \
          CROSS JOIN LATERAL (SELECT * FROM idempotency_keys WHERE id = wanted.id LIMIT 1) AS k \
          CROSS JOIN LATERAL (SELECT clock_timestamp() AS now, \

@@ -10,7 +10,7 @@ use std::{
         LazyLock, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use super::Event;
@@ -25,8 +25,6 @@ const EVENTS: usize = Event::ALL.len();
 /// All engines of the process: events do not say whose they are.
 pub(crate) struct Tally {
     began: Instant,
-    /// The same, by the clock on the wall.
-    pub(crate) since: SystemTime,
     totals: [AtomicU64; EVENTS],
     /// The interval that is counted now.
     current: AtomicU64,
@@ -50,7 +48,7 @@ pub(crate) struct Counted {
 pub(crate) struct Swept {
     pub(crate) rows: u64,
     /// When the last round was over, and how many rows it has deleted.
-    pub(crate) last: Option<(SystemTime, u64)>,
+    pub(crate) last: Option<(Instant, u64)>,
 }
 
 /// That of the process, which begins with its first engine.
@@ -63,7 +61,6 @@ impl Tally {
     fn new() -> Self {
         Self {
             began: Instant::now(),
-            since: SystemTime::now(),
             totals: [const { AtomicU64::new(0) }; EVENTS],
             current: AtomicU64::new(0),
             past: Mutex::default(),
@@ -78,11 +75,15 @@ impl Tally {
     pub(super) fn swept(&self, rows: u64) {
         let mut swept = self.swept.lock().unwrap_or_else(PoisonError::into_inner);
         swept.rows += rows;
-        swept.last = Some((SystemTime::now(), rows));
+        swept.last = Some((Instant::now(), rows));
     }
 
     pub(crate) fn sweeps(&self) -> Swept {
         *self.swept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn counted_for(&self) -> Duration {
+        self.began.elapsed()
     }
 
     /// Every event there is.

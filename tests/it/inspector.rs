@@ -72,7 +72,7 @@ async fn every_figure_is_that_of_the_requests_just_sent() {
 
     let before = operator.json("overview.json").await;
     assert_eq!((&before["process"]["id"], &before["process"]["held"]), (&json!(server.id()), &json!(0)));
-    assert_eq!((&before["sweeper"]["state"], &before["sweeper"]["last_at_ms"]), (&json!("not-yet"), &json!(null)));
+    assert_eq!((&before["sweeper"]["state"], &before["sweeper"]["last_ago_ms"]), (&json!("not-yet"), &json!(null)));
     assert_eq!((before["table"]["outstanding"].clone(), operator.events().await), (json!(0), BTreeMap::new()));
 
     for key in ["a", "b", "c"] {
@@ -153,7 +153,7 @@ async fn the_sweepers_last_run_is_told() {
     assert_eq!(db.keys().await, 0);
     let sweeper = operator.json("overview.json").await["sweeper"].clone();
     assert_eq!((&sweeper["state"], &sweeper["every_ms"]), (&json!("on"), &json!(1000)));
-    assert!(sweeper["last_at_ms"].is_u64() && sweeper["last_rows"].is_u64(), "{sweeper}");
+    assert!(sweeper["last_ago_ms"].is_u64() && sweeper["last_rows"].is_u64(), "{sweeper}");
     assert!(operator.events().await["swept"] >= 1);
 
     let (rig, operator) =
@@ -303,7 +303,10 @@ async fn a_key_whose_scope_is_said_is_found_in_a_table_of_any_size() {
 #[actix_web::test]
 async fn one_key_tells_its_life_and_its_twin_the_same() {
     let (rig, operator) = open_rig(of_somebody()).await;
-    let flaky = || rig.post("/flaky?mode=r503").key("life").header("x-user", "alice").header("x-tenant", "acme");
+    let flaky = || {
+        let flaky = rig.post("/flaky?mode=r503").key("life").header("x-request-id", "req-7");
+        flaky.header("x-user", "alice").header("x-tenant", "acme")
+    };
     assert_eq!(flaky().answer().await.status, 503);
     let id = operator.id("life").await;
     let life = async || operator.json(&format!("key.json?id={id}")).await;
@@ -324,9 +327,10 @@ async fn one_key_tells_its_life_and_its_twin_the_same() {
             completed["principal"],
             completed["tenant"],
             completed["resource"],
-            completed["domain"]
+            completed["domain"],
+            completed["request_id"]
         ]),
-        json!(["life", "alice", "acme", "POST /flaky", "http"])
+        json!(["life", "alice", "acme", "POST /flaky", "http", "req-7"])
     );
     let size = rig.db.number("SELECT octet_length(body)::bigint AS value FROM idempotency_keys").await;
     assert_eq!(completed["answer"]["body_size"], size);
@@ -334,9 +338,18 @@ async fn one_key_tells_its_life_and_its_twin_the_same() {
         assert!(completed[field].is_u64(), "{field}: {completed}");
     }
     let page = operator.page(&format!("key?id={id}")).await.text();
-    for told in
-        ["life", "alice", "acme", "POST /flaky", "completed", "location", "etag", &format!("<b>{size}</b> bytes"), &id]
-    {
+    for told in [
+        "life",
+        "alice",
+        "acme",
+        "POST /flaky",
+        "req-7",
+        "completed",
+        "location",
+        "etag",
+        &format!("<b>{size}</b> bytes"),
+        &id,
+    ] {
         assert!(page.contains(told), "{told}: {page}");
     }
 }

@@ -60,6 +60,18 @@ async fn ordered(rig: &Rig, key: &str) -> Answer {
     rig.post("/orders").key(key).header("x-user", "alice").json(&order("x")).answer().await
 }
 
+/// In pixels. Other tests of this process are in the plots too: the highest bar fills its plot, whoever's it is.
+async fn highest_bar(browser: &Browser, event: &str) -> f64 {
+    browser.element(&format!("#event-{event} svg.plot")).await;
+    let bars = browser.find_all(Locator::Css(&format!("#event-{event} svg.plot rect"))).await.unwrap();
+    let mut highest: f64 = 0.0;
+    for bar in bars {
+        let (_, _, width, height) = bar.rectangle().await.unwrap();
+        highest = highest.max(if width > 0.5 { height } else { 0.0 });
+    }
+    highest
+}
+
 #[actix_web::test]
 async fn the_plots_show_the_search_finds_and_a_forced_release_works() {
     let Some(browser) = Browser::start().await else { return };
@@ -73,8 +85,7 @@ async fn the_plots_show_the_search_finds_and_a_forced_release_works() {
     browser.goto(&rig.server.url("/idempotency")).await.unwrap();
     browser.sees("Outstanding keys").await;
     assert!(browser.current_url().await.unwrap().path().ends_with("/idempotency/overview"));
-    let bar = browser.element("#event-replayed svg.plot rect").await.rectangle().await.unwrap();
-    assert!(bar.2 > 0.5 && bar.3 > 5.0, "a bar should be seen: {bar:?}");
+    assert!(highest_bar(&browser, "replayed").await > 40.0);
     let ground = "return getComputedStyle(document.querySelector('svg.plot rect')).fill";
     assert_ne!(browser.execute(ground, Vec::new()).await.unwrap(), "rgb(0, 0, 0)", "the style sheet is applied");
 
@@ -106,8 +117,7 @@ async fn all_of_it_works_where_no_script_runs() {
     browser.goto(&rig.server.url("/scriptless/idempotency")).await.unwrap();
     browser.sees("Outstanding keys").await;
     assert!(!browser.text().await.contains("Live:"));
-    let bar = browser.element("#event-fresh svg.plot rect").await.rectangle().await.unwrap();
-    assert!(bar.3 > 5.0, "a bar should be seen: {bar:?}");
+    assert!(highest_bar(&browser, "fresh").await > 40.0);
     browser.fill_in("input[name=key]", "k1").await;
     browser.click("form.search button").await;
     browser.sees("1 found").await;
