@@ -569,6 +569,12 @@ fn relay_process(url: &str) -> Worker {
     Worker::start("outbox::relay_if_asked", &[("IT_RELAY", url)])
 }
 
+/// By which its connections are told from those of others.
+fn doomed_url(db: &Db) -> String {
+    let mark = if db.url.contains('?') { '&' } else { '?' };
+    format!("{}{mark}application_name=doomed", db.url)
+}
+
 fn consumer_process(url: &str) -> Worker {
     Worker::start("inbox::consume_if_asked", &[("IT_CONSUME", url)])
 }
@@ -598,7 +604,14 @@ async fn from_the_outbox_to_the_inbox_one_effect_whoever_is_killed() {
         // Of each kind one is always about to die; the leases of dead relays are ended for them.
         let relay_deaths = async {
             for point in relays.iter().cycle().take(relays.len() * kills) {
-                die(relay_process(&db.url), *point, &db, &published).await;
+                die(relay_process(&doomed_url(&db)), *point, &db, &published).await;
+                // What it had sent may still be on its way: a claim that lands after this is one of thirty seconds.
+                eventually("its connections are gone", async || {
+                    db.is("NOT EXISTS (SELECT FROM pg_stat_activity WHERE application_name = 'doomed' \
+                           AND datname = current_database())")
+                        .await
+                })
+                .await;
                 db.run(LATER).await;
             }
         };
@@ -617,8 +630,6 @@ async fn from_the_outbox_to_the_inbox_one_effect_whoever_is_killed() {
             let before = left.get();
             eventually("another one is handled", || async {
                 assert!(!living.1.is_finished(), "the consumer in this process should live");
-                // A claim that was on its way when its relay was killed may have landed just now.
-                db.run(LATER).await;
                 left.set(events(&db).await + queue::length(&db).await);
                 left.get() < before
             })
