@@ -186,13 +186,14 @@ impl Idempotency {
     /// # }
     /// ```
     ///
-    /// As a health route, in JSON:
+    /// The report is JSON, too. Show it to operators only, for it names settings of your server, and to no probe:
+    /// each check opens three connections.
     ///
     /// ```
     /// use actix_idempotency::Idempotency;
     /// use actix_web::{HttpResponse, Result, error::ErrorServiceUnavailable, web};
     ///
-    /// async fn health(idempotency: web::Data<Idempotency>) -> Result<HttpResponse> {
+    /// async fn report(idempotency: web::Data<Idempotency>) -> Result<HttpResponse> {
     ///     let report = idempotency.check().await.map_err(|_| ErrorServiceUnavailable("no store"))?;
     ///     Ok(HttpResponse::Ok().json(report))
     /// }

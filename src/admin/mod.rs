@@ -130,7 +130,7 @@ impl Admin {
         let (Ok(first), Ok(last), false) = (end("0"), end("f"), prefix.is_empty() || prefix.len() > 64) else {
             return Ok(Vec::new());
         };
-        let ids = self.ask(async |conn| Ok(inspect::in_range(conn, &first, &last, MATCHES.into()).await?)).await?;
+        let ids = self.read(async |conn| Ok(inspect::in_range(conn, &first, &last, MATCHES.into()).await?)).await?;
         let mut entries = self.entries(&ids).await?;
         entries.sort_by_key(|entry| entry.id.0);
         Ok(entries)
@@ -152,7 +152,7 @@ impl Admin {
     ///
     /// Where the store fails.
     pub async fn answer(&self, seen: &Entry) -> Result<Option<ResponseSnapshot>, Error> {
-        let row = self.ask(async |conn| Ok(keys::look(conn, &seen.id.0).await?)).await?;
+        let row = self.read(async |conn| Ok(keys::look(conn, &seen.id.0).await?)).await?;
         Ok(row.filter(|row| row.owner == seen.owner && row.state == "completed").and_then(|row| {
             let (names, values) = row.header_names.zip(row.header_values)?;
             ResponseSnapshot::restore(row.status?, &names, values, row.body)
@@ -165,7 +165,7 @@ impl Admin {
 
     async fn entries(&self, ids: &[Vec<u8>]) -> Result<Vec<Entry>, Error> {
         let ids: Vec<&[u8]> = ids.iter().map(Vec::as_slice).collect();
-        let rows = self.ask(async |conn| Ok(inspect::rows(conn, &ids).await?)).await?;
+        let rows = self.read(async |conn| Ok(inspect::rows(conn, &ids).await?)).await?;
         Ok(rows.into_iter().filter_map(Entry::of).collect())
     }
 
@@ -186,6 +186,17 @@ impl Admin {
             Ok(answer)
         };
         in_time(DEFAULT_STORE_TIMEOUT, asked).await
+    }
+
+    /// The same for what only looks.
+    async fn read<T>(&self, work: impl AsyncFnOnce(&mut Checkout) -> Result<T, Error>) -> Result<T, Error> {
+        let look = async |conn: &mut Checkout| {
+            inspect::begin(conn, DEFAULT_STORE_TIMEOUT).await?;
+            let answer = work(conn).await?;
+            inspect::end(conn).await?;
+            Ok(answer)
+        };
+        self.ask(look).await
     }
 }
 

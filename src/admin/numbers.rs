@@ -38,12 +38,20 @@ impl Admin {
     ///
     /// Where the store fails.
     pub async fn numbers(&self) -> Result<Numbers, Error> {
-        let rows = i64::from(STRETCH) * i64::from(STRETCHES);
+        self.numbers_of(i64::from(STRETCH) * i64::from(STRETCHES)).await
+    }
+
+    /// The same, by a look at fewer rows: for a page that asks every few seconds.
+    pub(crate) async fn numbers_lately(&self) -> Result<Numbers, Error> {
+        self.numbers_of(STRETCH.into()).await
+    }
+
+    async fn numbers_of(&self, rows: i64) -> Result<Numbers, Error> {
         let count = async |conn: &mut Checkout| {
             let indexed = inspect::is_indexed(conn, By::Outstanding).await?;
             Ok(inspect::figures(conn, indexed, rows).await?)
         };
-        let figures: Figures = self.ask(count).await?;
+        let figures: Figures = self.read(count).await?;
         let ago = |ms: Option<i64>| ms.map(|ms| Duration::from_millis(ms.try_into().unwrap_or_default()));
         Ok(Numbers {
             bytes: figures.bytes.unsigned_abs(),

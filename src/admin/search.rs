@@ -32,6 +32,7 @@ pub struct Search {
     domain: Option<String>,
     key: Option<String>,
     tenant: Option<String>,
+    no_tenant: bool,
     principal: Option<String>,
     resource: Option<String>,
     outstanding: bool,
@@ -67,9 +68,11 @@ impl fmt::Debug for Rest {
 pub struct Found {
     /// The newest first; of a search for those that are outstanding, the oldest.
     pub entries: Vec<Entry>,
-    /// Whether every row was looked through that could fit. The entries may be fewer than fit, see
-    /// [`Search::limit`].
+    /// Whether every row was looked through that could fit.
     pub is_whole: bool,
+    /// Whether more were found than [`Search::limit`] allows. They are not here, and no [`rest`](Self::rest) leads to
+    /// them: say more of what is looked for, or allow more.
+    pub is_cut: bool,
     /// What to go on with ([`Search::after`]), where the table was walked and has more rows.
     pub rest: Option<Rest>,
 }
@@ -80,6 +83,7 @@ impl Default for Search {
             domain: None,
             key: None,
             tenant: None,
+            no_tenant: false,
             principal: None,
             resource: None,
             outstanding: false,
@@ -112,6 +116,12 @@ impl Search {
     #[must_use]
     pub fn tenant(self, tenant: &str) -> Self {
         Self { tenant: Some(readable(tenant)), ..self }
+    }
+
+    /// Only those that have no tenant. Default: whatever tenant they have.
+    #[must_use]
+    pub fn without_tenant(self) -> Self {
+        Self { no_tenant: true, ..self }
     }
 
     /// Of this principal: what the policy's closure returns, or the digest that the table shows.
@@ -149,10 +159,12 @@ impl Search {
             domain: self.domain.as_deref(),
             key: self.key.as_deref(),
             tenant: self.tenant.as_deref(),
+            no_tenant: self.no_tenant,
             principal: self.principal.as_deref(),
             resource: self.resource.as_deref(),
             outstanding: self.outstanding,
-            limit: self.limit.get().into(),
+            // One more tells that there are more.
+            limit: i64::from(self.limit.get()) + 1,
         }
     }
 
@@ -169,12 +181,15 @@ impl Search {
         Ok(By::Id)
     }
 
-    fn sort(&self, entries: &mut Vec<Entry>) {
+    /// Whether some were cut off.
+    fn sort_and_cut(&self, entries: &mut Vec<Entry>) -> bool {
         entries.sort_by_key(|entry| (entry.created_at, entry.id.0));
         if !self.outstanding {
             entries.reverse();
         }
-        entries.truncate(self.limit.get() as usize);
+        let (found, limit) = (entries.len(), self.limit.get() as usize);
+        entries.truncate(limit);
+        found > limit
     }
 }
 
@@ -184,6 +199,7 @@ impl fmt::Debug for Search {
             .field("domain", &self.domain)
             .field("key", &self.key.as_ref().map(|key| format!("{} bytes", key.len())))
             .field("tenant", &self.tenant.as_deref().map(redacted))
+            .field("no_tenant", &self.no_tenant)
             .field("principal", &self.principal.as_deref().map(redacted))
             .field("resource", &self.resource)
             .field("outstanding", &self.outstanding)
@@ -205,13 +221,14 @@ impl Admin {
     /// the [`STRETCH`] outstanding keys whose leases end first, with
     /// [`PRINCIPAL_INDEX`](crate::migrations::PRINCIPAL_INDEX) through as many keys of the principal, and
     /// otherwise through [`STRETCHES`] times as many rows of the table in the order of their ids, which is no order in
-    /// time. [`Found`] says whether that was all, and how to go on.
+    /// time. [`Found`] says whether that was all, and how to go on. At READ COMMITTED whatever the default is: who looks
+    /// fails nobody's transaction.
     ///
     /// # Errors
     ///
     /// Where the store fails.
     pub async fn search(&self, search: &Search) -> Result<Found, Error> {
-        let by = self.ask(async |conn| search.way(conn).await).await?;
+        let by = self.read(async |conn| search.way(conn).await).await?;
         self.found(search, by).await
     }
 
@@ -219,7 +236,7 @@ impl Admin {
     /// [`OUTSTANDING_INDEX`](crate::migrations::OUTSTANDING_INDEX) if it is there, and otherwise those claimed within the
     /// last hour among the [`STRETCH`] keys that expire last. Whether the index was there is told, too.
     pub(crate) async fn outstanding_lately(&self) -> Result<(Found, bool), Error> {
-        let is_indexed = self.ask(async |conn| Ok(inspect::is_indexed(conn, By::Outstanding).await?)).await?;
+        let is_indexed = self.read(async |conn| Ok(inspect::is_indexed(conn, By::Outstanding).await?)).await?;
         let by = if is_indexed { By::Outstanding } else { By::Lately };
         Ok((self.found(&Search::new().outstanding(), by).await?, is_indexed))
     }
@@ -229,8 +246,8 @@ impl Admin {
         let mut entries = self.entries(&walked.ids).await?;
         // One that has ended since it was found is not outstanding any more.
         entries.retain(|entry| !search.outstanding || entry.stored == "outstanding");
-        search.sort(&mut entries);
-        Ok(Found { entries, is_whole: walked.is_whole, rest: walked.rest })
+        let is_cut = search.sort_and_cut(&mut entries);
+        Ok(Found { entries, is_whole: walked.is_whole, is_cut, rest: walked.rest })
     }
 
     async fn walk(&self, search: &Search, by: By) -> Result<Walked, Error> {
@@ -239,7 +256,7 @@ impl Admin {
         for _ in 0..STRETCHES {
             let look =
                 async |conn: &mut Checkout| Ok(inspect::find(conn, by, &after, STRETCH.into(), search.wanted()).await?);
-            let looked = self.ask(look).await?;
+            let looked = self.read(look).await?;
             walked.ids.extend(looked.ids);
             walked.is_whole = looked.rows < STRETCH.into();
             if walked.is_whole || by != By::Id {

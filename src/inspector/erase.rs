@@ -27,6 +27,7 @@ struct Question {
     whose: Whose,
     /// Some of them.
     keys: Vec<Row>,
+    is_whole: bool,
 }
 
 pub(super) fn routes(config: &mut ServiceConfig) {
@@ -96,11 +97,13 @@ impl Question {
         let Query(whose) = whose.map_err(|_| Failure::unreadable("This address cannot be read."))?;
         whose.check()?;
         let search = Search::new().principal(&whose.principal);
-        let search = whose.tenant().map_or(search.clone(), |tenant| search.tenant(tenant));
+        let search = match whose.tenant() {
+            Some(tenant) => search.tenant(tenant),
+            None => search.without_tenant(),
+        };
         let found = inspector.admin.search(&search).await.map_err(|error| Failure::store(&error))?;
-        // No tenant means any to a search.
-        let theirs = found.entries.iter().filter(|entry| entry.tenant.is_some() == whose.tenant().is_some());
-        Ok(Self { keys: theirs.map(Row::of).collect(), whose })
+        let is_whole = found.is_whole && !found.is_cut;
+        Ok(Self { keys: found.entries.iter().map(Row::of).collect(), is_whole, whose })
     }
 }
 
@@ -127,8 +130,12 @@ impl View for Question {
                 button { "Erase" } " "
                 a href="overview" { "No, leave them" }
             }
-            h2 { "Some of them" }
-            @if self.keys.is_empty() { p { "None found." } } @else { (rows::table(&self.keys)) }
+            h2 { @if self.is_whole { "All of them" } @else { "Some of them" } }
+            @match (self.keys.is_empty(), self.is_whole) {
+                (false, _) => (rows::table(&self.keys)),
+                (true, true) => p { "There are none." },
+                (true, false) => p { "There are none among the rows that were looked through, which are not all." },
+            }
         }
     }
 }

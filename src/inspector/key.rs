@@ -68,6 +68,8 @@ struct Answer {
     body_omitted: bool,
     /// Where it may be shown and is text: its first 65,536 characters.
     body: Option<String>,
+    /// Whether there is more of it.
+    body_cut: bool,
 }
 
 #[derive(Serialize)]
@@ -162,12 +164,14 @@ impl Answer {
     async fn of(inspector: &Inspector, entry: &Entry) -> Result<Option<Self>, Error> {
         let Some(stored) = inspector.admin.answer(entry).await? else { return Ok(None) };
         let is_shown = inspector.may_show_body(entry);
+        let body = stored.body().filter(|_| is_shown).and_then(|body| text(body));
         Ok(Some(Self {
+            body_cut: body.as_ref().zip(stored.body()).is_some_and(|(shown, whole)| shown.len() < whole.len()),
             is_shown,
             headers: headers(&stored, is_shown),
             body_size: entry.body_size,
             body_omitted: entry.body_omitted,
-            body: stored.body().filter(|_| is_shown).and_then(|body| text(body)),
+            body,
         }))
     }
 
@@ -192,6 +196,7 @@ impl Answer {
             }
             @if let Some(body) = &self.body {
                 pre.body { (body) }
+                @if self.body_cut { p.hint { "That is not all of it." } }
             } @else if self.is_shown && self.body_size.is_some_and(|bytes| bytes > 0) {
                 p.hint { "It is no text." }
             }

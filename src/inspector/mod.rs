@@ -73,7 +73,7 @@ type ShowBodies = dyn Fn(&Entry) -> bool + Send + Sync;
 ///
 /// ```
 /// use actix_idempotency::{Idempotency, Inspector};
-/// use actix_web::{guard, web};
+/// use actix_web::web;
 ///
 /// # fn example(idempotency: &Idempotency, config: &mut web::ServiceConfig) {
 /// // Where a middleware asks who it is:
@@ -82,14 +82,15 @@ type ShowBodies = dyn Fn(&Entry) -> bool + Send + Sync;
 /// # }
 /// ```
 ///
-/// With a guard, and with bodies for those keys whose answers hold nothing personal:
+/// With a guard, here for people on the machine itself, and with bodies for those keys whose answers hold nothing
+/// personal:
 ///
 /// ```
 /// # use actix_idempotency::{Idempotency, Inspector};
 /// # use actix_web::{guard, web};
 /// # fn example(idempotency: &Idempotency, config: &mut web::ServiceConfig) {
 /// let inspector = Inspector::new(idempotency)
-///     .guard(guard::Host("ops.internal.example"))
+///     .guard(guard::fn_guard(|context| context.head().peer_addr.is_some_and(|peer| peer.ip().is_loopback())))
 ///     .show_bodies(|entry| entry.resource == "POST /thumbnails");
 /// config.service(inspector.scope("/idempotency"));
 /// # }
@@ -125,14 +126,18 @@ impl Inspector {
         }
     }
 
-    /// Requests that this guard refuses find nothing here. Several must all agree.
+    /// Requests that this guard refuses find nothing here. Several must all agree. It has to ask for what a client
+    /// cannot make up: [`guard::Host`](actix_web::guard::Host) alone, or the address of a proxy that everybody comes
+    /// through, keeps nobody out.
     #[must_use]
     pub fn guard(mut self, guard: impl Guard + Send + Sync + 'static) -> Self {
         self.guards.push(Arc::new(guard));
         self
     }
 
-    /// That only those come who may is seen to by a middleware around the scope, or by the network.
+    /// That only those come who may is seen to by a middleware around the scope, or by the network. Where it is the
+    /// network, add [`guard::Host`](actix_web::guard::Host) with the name that you use: a page of another site whose
+    /// name is made to lead here (DNS rebinding) would otherwise be a page of this one.
     #[must_use]
     pub fn protected_elsewhere(self) -> Self {
         Self { is_protected_elsewhere: true, ..self }
@@ -198,6 +203,6 @@ impl fmt::Debug for Inspector {
 /// Links are relative to `overview` and its like, which stand beside each other.
 async fn root(request: HttpRequest) -> HttpResponse {
     let last = request.uri().path().rsplit('/').next().unwrap_or_default();
-    let overview = if last.is_empty() { "overview".to_owned() } else { format!("{last}/overview") };
+    let overview = if last.is_empty() { "overview".to_owned() } else { format!("./{last}/overview") };
     page::protected(HttpResponse::SeeOther()).insert_header((header::LOCATION, overview)).finish()
 }

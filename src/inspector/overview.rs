@@ -66,6 +66,8 @@ struct Table {
     is_indexed: bool,
     /// Whether all of them were looked through.
     is_whole: bool,
+    /// Whether there are more than are listed.
+    is_cut: bool,
     keys: Vec<Row>,
 }
 
@@ -145,7 +147,7 @@ impl Table {
     async fn of(inspector: &Inspector) -> Result<Self, Error> {
         let (found, is_indexed) = inspector.admin.outstanding_lately().await?;
         let Numbers { bytes, live_rows, dead_rows, outstanding, oldest_outstanding, is_whole, oldest_expired } =
-            inspector.admin.numbers().await?;
+            inspector.admin.numbers_lately().await?;
         Ok(Self {
             bytes,
             live_rows,
@@ -156,6 +158,7 @@ impl Table {
             oldest_expired_ms: oldest_expired.map(words::ms),
             is_indexed,
             is_whole: found.is_whole,
+            is_cut: found.is_cut,
             keys: found.entries.iter().map(Row::of).collect(),
         })
     }
@@ -170,6 +173,11 @@ impl Table {
                     ". Keys that never expire are not among them. "
                     a href="search?outstanding=on" { "Look through the table" }
                 }
+            }
+            @if self.is_indexed && !self.is_whole {
+                p.hint { "These are among the " (STRETCH) " whose leases end first; there are more." }
+            } @else if self.is_cut {
+                p.hint { "There are more than these " (self.keys.len()) "." }
             }
             @if self.keys.is_empty() {
                 p { "None." }

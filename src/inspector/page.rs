@@ -1,4 +1,4 @@
-//! What all pages have in common: their frame, their headers, and what is said where there is none.
+//! What all pages share: their frame, their headers, and what is said where there is none.
 
 use actix_web::{
     HttpRequest, HttpResponse, HttpResponseBuilder,

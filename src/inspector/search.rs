@@ -13,7 +13,7 @@ use super::{
     rows::{self, Row},
 };
 use crate::{
-    admin::{Entry, Found, MATCHES, Rest, STRETCH, STRETCHES, Search},
+    admin::{Found, MATCHES, Rest, STRETCH, STRETCHES, Search},
     error::Error,
     scope::Scope,
 };
@@ -41,6 +41,8 @@ struct Listing {
     keys: Vec<Row>,
     /// Whether every row was looked through that could fit.
     is_whole: bool,
+    /// Whether more were found than are listed: the newest of them are, or the oldest of those that are outstanding.
+    is_cut: bool,
     /// For `after`, where there is more to look through.
     rest: Option<String>,
     #[serde(skip)]
@@ -140,31 +142,27 @@ impl Listing {
             Some(id) => Self::by_id(inspector, id).await,
             None => Self::by_fields(inspector, &search, asked.scope()).await,
         };
-        let (entries, is_whole, rest) = found.map_err(|error| Failure::store(&error))?;
+        let Found { entries, is_whole, is_cut, rest } = found.map_err(|error| Failure::store(&error))?;
         let rest = rest.map(|rest| rest.to_hex());
-        Ok(Self { keys: entries.iter().map(Row::of).collect(), is_whole, rest, asked })
+        Ok(Self { keys: entries.iter().map(Row::of).collect(), is_whole, is_cut, rest, asked })
     }
 
-    async fn by_id(inspector: &Inspector, id: &str) -> Result<(Vec<Entry>, bool, Option<Rest>), Error> {
+    async fn by_id(inspector: &Inspector, id: &str) -> Result<Found, Error> {
         let entries = inspector.admin.find(&id.to_ascii_lowercase()).await?;
         let is_whole = entries.len() < MATCHES as usize;
-        Ok((entries, is_whole, None))
+        Ok(Found { entries, is_whole, is_cut: false, rest: None })
     }
 
     /// A key whose whole scope is said is found wherever it stands, however large the table is.
-    async fn by_fields(
-        inspector: &Inspector,
-        search: &Search,
-        scope: Option<(Scope, &str)>,
-    ) -> Result<(Vec<Entry>, bool, Option<Rest>), Error> {
-        let Found { mut entries, is_whole, rest } = inspector.admin.search(search).await?;
+    async fn by_fields(inspector: &Inspector, search: &Search, scope: Option<(Scope, &str)>) -> Result<Found, Error> {
+        let mut found = inspector.admin.search(search).await?;
         if let Some((scope, key)) = scope
             && let Some(exact) = inspector.admin.look(&scope, key).await?
-            && entries.iter().all(|entry| entry.id() != exact.id())
+            && found.entries.iter().all(|entry| entry.id() != exact.id())
         {
-            entries.insert(0, exact);
+            found.entries.insert(0, exact);
         }
-        Ok((entries, is_whole, rest))
+        Ok(found)
     }
 }
 
@@ -188,6 +186,7 @@ impl View for Listing {
             (form(&self.asked))
             p.hint {
                 @if self.keys.is_empty() { "None found" } @else { (self.keys.len()) " found" }
+                @if self.is_cut { ", and there are more that fit: say more of what you look for" }
                 @if !self.is_whole && !self.asked.id.is_empty() {
                     ", and there may be more whose ids begin so"
                 } @else if !self.is_whole {

@@ -1,12 +1,12 @@
 //! What people who run the service ask about rows. Every look is bounded.
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use diesel::{
     QueryResult, Queryable,
     sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text, Timestamp},
 };
-use diesel_async::RunQueryDsl;
+use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
 
 use super::{AsyncPgConnection, statement};
 
@@ -85,6 +85,21 @@ statement! {
     ]
 }
 
+/// Whatever is asked next, until [`end`], is a look: it writes nothing, fails no transaction of anybody above READ
+/// COMMITTED, and is given up by the server too when nobody waits for it any more.
+pub(crate) async fn begin(conn: &mut AsyncPgConnection, deadline: Duration) -> QueryResult<()> {
+    let deadline = deadline.as_millis();
+    conn.batch_execute(&format!(
+        "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; SET LOCAL statement_timeout = {deadline}"
+    ))
+    .await
+}
+
+/// The look is over.
+pub(crate) async fn end(conn: &mut AsyncPgConnection) -> QueryResult<()> {
+    conn.batch_execute("COMMIT").await
+}
+
 /// Those of these that there are, in no order.
 pub(crate) async fn rows(conn: &mut AsyncPgConnection, ids: &[&[u8]]) -> QueryResult<Vec<Row>> {
     Rows { ids: &ids }.load(conn).await
@@ -128,6 +143,7 @@ pub(crate) struct Wanted<'a> {
     pub(crate) domain: Option<&'a str>,
     pub(crate) key: Option<&'a str>,
     pub(crate) tenant: Option<&'a str>,
+    pub(crate) no_tenant: bool,
     pub(crate) principal: Option<&'a str>,
     pub(crate) resource: Option<&'a str>,
     /// Only those, and the oldest first; the newest otherwise.
@@ -150,7 +166,7 @@ statement! {
     /// One of the parts runs, the others are not begun.
     struct Find {
         by: str, after: [u8], rows: i64, domain: Option<&'a str>, key: Option<&'a str>, tenant: Option<&'a str>,
-        principal: Option<&'a str>, resource: Option<&'a str>, outstanding: bool, limit: i64,
+        no_tenant: bool, principal: Option<&'a str>, resource: Option<&'a str>, outstanding: bool, limit: i64,
     }
     returns (BigInt, Nullable<Binary>, Array<Binary>);
     [
@@ -168,6 +184,7 @@ statement! {
          AND (", (domain: Nullable<Text>), " IS NULL OR domain = ", (domain: Nullable<Text>),
         ") AND (", (key: Nullable<Text>), " IS NULL OR key = ", (key: Nullable<Text>),
         ") AND (", (tenant: Nullable<Text>), " IS NULL OR tenant = ", (tenant: Nullable<Text>),
+        ") AND (tenant IS NULL OR NOT ", (no_tenant: Bool),
         ") AND (", (principal: Nullable<Text>), " IS NULL OR principal = ", (principal: Nullable<Text>),
         ") AND (", (resource: Nullable<Text>), " IS NULL OR resource = ", (resource: Nullable<Text>),
         ") AND (state = 'outstanding' OR NOT ", (outstanding: Bool), ") ORDER BY CASE WHEN ", (outstanding: Bool),
@@ -195,6 +212,7 @@ pub(crate) async fn find(
         domain: &wanted.domain,
         key: &wanted.key,
         tenant: &wanted.tenant,
+        no_tenant: &wanted.no_tenant,
         principal: &wanted.principal,
         resource: &wanted.resource,
         outstanding: &wanted.outstanding,
@@ -206,10 +224,10 @@ pub(crate) async fn find(
 statement! {
     struct IsIndexed { name: str }
     returns Bool;
-    ["SELECT to_regclass(", (name: Text), ") IS NOT NULL"]
+    ["SELECT EXISTS (SELECT FROM pg_index WHERE indexrelid = to_regclass(", (name: Text), ") AND indisvalid)"]
 }
 
-/// Whether there is an index for this way; those of ids and of expiry are always there.
+/// Whether there is an index for this way, and finished; those of ids and of expiry are always there.
 pub(crate) async fn is_indexed(conn: &mut AsyncPgConnection, by: By) -> QueryResult<bool> {
     let name = match by {
         By::Id | By::Lately => return Ok(true),

@@ -102,10 +102,13 @@ pub(crate) async fn take(
 statement! {
     struct IsIndexed { nothing: str }
     returns Bool;
-    ["SELECT to_regclass('idempotency_keys_outstanding_idx' || ", (nothing: Text), ") IS NOT NULL"]
+    [
+        "SELECT EXISTS (SELECT FROM pg_index WHERE indexrelid = to_regclass('idempotency_keys_outstanding_idx' || ",
+        (nothing: Text), ") AND indisvalid)",
+    ]
 }
 
-/// Whether there is an index of those that are outstanding.
+/// Whether there is an index of those that are outstanding, and finished.
 pub(crate) async fn is_indexed(conn: &mut AsyncPgConnection) -> QueryResult<bool> {
     IsIndexed { nothing: "" }.get_result(conn).await
 }

@@ -7,7 +7,11 @@ use reqwest::{
     header::{HOST, HeaderValue},
     redirect::Policy,
 };
-use tokio::{io::AsyncWriteExt, net::TcpStream, time::sleep};
+use tokio::{
+    io::AsyncWriteExt,
+    net::TcpStream,
+    time::{sleep, timeout},
+};
 
 use super::{
     answer::{Answer, Heard, Silence},
@@ -17,6 +21,7 @@ use super::{
 pub(super) struct Client {
     http: reqwest::Client,
     base: Url,
+    patience: Duration,
 }
 
 impl Client {
@@ -45,7 +50,7 @@ impl Client {
                     .timeout(patience)
                     .build()
                     .map_err(|error| error.to_string())?;
-                return Ok(Self { http, base });
+                return Ok(Self { http, base, patience });
             }
         };
         Err(format!("{}://{}: {wrong}", base.scheme(), base.host_str().unwrap_or_default()))
@@ -63,11 +68,16 @@ impl Client {
     pub(super) async fn reset(&self, request: &Request, after: Duration) -> io::Result<()> {
         let url = self.url(request).map_err(|silence| io::Error::other(silence.to_string()))?;
         let host = url.host_str().unwrap_or_default();
-        let mut socket = TcpStream::connect(format!("{host}:{}", url.port_or_known_default().unwrap_or(80))).await?;
-        // Before anything is sent: if this future is dropped half-way, that is a reset too.
-        socket.set_zero_linger()?;
-        socket.set_nodelay(true)?;
-        socket.write_all(&on_the_wire(request, &url)?).await?;
+        let address = format!("{host}:{}", url.port_or_known_default().unwrap_or(80));
+        let sending = async {
+            let mut socket = TcpStream::connect(address).await?;
+            // Before anything is sent: if this future is dropped half-way, that is a reset too.
+            socket.set_zero_linger()?;
+            socket.set_nodelay(true)?;
+            socket.write_all(&on_the_wire(request, &url)?).await?;
+            Ok::<_, io::Error>(socket)
+        };
+        let _until_it_is_dropped = timeout(self.patience, sending).await.map_err(io::Error::other)??;
         sleep(after).await;
         Ok(())
     }

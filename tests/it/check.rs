@@ -254,7 +254,7 @@ async fn what_is_more_than_a_notice_is_said_once_in_the_log() {
 }
 
 #[actix_web::test]
-async fn a_report_is_json_for_a_health_route() {
+async fn a_report_is_json_for_operators() {
     let db = Db::new().await;
     db.run("ALTER TABLE idempotency_outbox SET UNLOGGED").await;
     let report = check(&db.url).await;

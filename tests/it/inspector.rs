@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use actix_idempotency::{
     Idempotency, Inspector, PgPool, Policy,
-    admin::{STRETCH, STRETCHES},
+    admin::{DEFAULT_LIMIT, STRETCH, STRETCHES},
     migrations,
 };
 use actix_web::{
@@ -96,10 +96,13 @@ async fn every_figure_is_that_of_the_requests_just_sent() {
     operator.act("force-release", &operator.id("slow").await).await;
     assert_eq!(slow.await.unwrap().code(), "lease-lost");
 
-    // One whose process has died.
+    // One whose process has died, fifty minutes ago.
     db.lapse("b").await;
+    db.run("UPDATE idempotency_keys SET created_at = created_at - interval '50 minutes' WHERE key = 'b'").await;
     let overview = operator.json("overview.json").await;
     assert_eq!((keys(&overview["table"]), &overview["table"]["keys"][0]["state"]), (vec!["b"], &json!("lapsed")));
+    let oldest = overview["table"]["oldest_outstanding_ms"].as_u64().unwrap();
+    assert!((3_000_000..3_100_000).contains(&oldest), "{oldest}");
     assert_eq!(buy("b", "x").await, 201);
     db.age("c", "1 day").await;
     let overview = operator.json("overview.json").await;
@@ -130,6 +133,15 @@ async fn every_figure_is_that_of_the_requests_just_sent() {
     let statistics = "SELECT n_live_tup AS value FROM pg_stat_user_tables WHERE relname = 'idempotency_keys'";
     eventually("the statistics have come", async || db.number(statistics).await == 5).await;
     assert_eq!(operator.json("overview.json").await["table"]["live_rows"], json!(5));
+
+    let dead = "SELECT n_dead_tup AS value FROM pg_stat_user_tables WHERE relname = 'idempotency_keys'";
+    let figures = operator.json("overview.json").await;
+    assert_eq!(figures["table"]["dead_rows"], json!(db.number(dead).await));
+    // The look itself has given its connection back.
+    let pool = &figures["process"];
+    assert_eq!((&pool["connections_in_use"], pool["connections_idle"].as_u64() > Some(0)), (&json!(0), true), "{pool}");
+    let counted = |view: &Value| view["process"]["counted_for_ms"].as_u64().unwrap();
+    assert!(counted(&before) < counted(&figures));
 
     // The page has the same figures, without any script.
     let page = operator.page("overview").await.text();
@@ -229,10 +241,34 @@ async fn a_look_at_a_large_table_without_the_index_is_bounded() {
     assert!(operator.page("overview").await.text().contains("among the 10000 keys that expire last"));
     hang_up().await;
     let read = rig.db.number(read).await - before;
-    // The list looks through one stretch, the figures through ten and a thousand expired rows.
-    let bound = i64::from(STRETCH) * i64::from(1 + STRETCHES) + 1000 + 10;
+    // The list looks through one stretch, the figures through another and a thousand expired rows.
+    let bound = i64::from(STRETCH) * 2 + 1000 + 10;
     assert!(read <= (looks + 1) * bound, "{read} rows for {looks} looks at {rows}");
     assert!(read > looks * i64::from(STRETCH), "the statistics should have come: {read}");
+}
+
+/// What a page has no room for is not passed over in silence.
+#[actix_web::test]
+async fn a_page_says_what_it_has_no_room_for() {
+    let (rig, operator) = open_rig(of_somebody()).await;
+    let ask = |key: &str| rig.post("/orders").key(key).header("x-user", "alice").json(&order("x"));
+    ask("no-tenant").answer().await;
+    ask("seed").header("x-tenant", "acme").answer().await;
+    rig.db.run(&more_rows("seed", DEFAULT_LIMIT.into())).await;
+    let found = operator.json("search.json?principal=alice").await;
+    let shown = (keys(&found).len(), &found["is_whole"], &found["is_cut"]);
+    assert_eq!(shown, (DEFAULT_LIMIT as usize, &json!(true), &json!(true)));
+    assert!(operator.page("search?principal=alice").await.text().contains("there are more that fit"));
+    let found = operator.json("search.json?principal=alice&key=seed").await;
+    assert_eq!((keys(&found), &found["is_cut"]), (vec!["seed"], &json!(false)));
+
+    // The question before all of them go is about those that would.
+    let question = operator.page("erase?principal=alice").await.text();
+    assert!(question.contains(">no-tenant</a>") && question.contains("All of them"), "{question}");
+    assert!(!question.contains(">seed</a>"), "{question}");
+    let question = operator.page("erase?principal=alice&tenant=acme").await.text();
+    assert!(question.contains("Some of them") && !question.contains(">no-tenant</a>"), "{question}");
+    assert!(operator.page("erase?principal=nobody").await.text().contains("There are none."));
 }
 
 // --- keys -----------------------------------------------------------------------------------------------------

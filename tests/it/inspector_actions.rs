@@ -9,7 +9,7 @@ use actix_web::{
     web::{self, Data, ServiceConfig},
 };
 use diesel_async::SimpleAsyncConnection;
-use futures_util::future::join;
+use futures_util::{FutureExt, future::join};
 
 use crate::support::{
     app::{self, created, effect_in, order},
@@ -182,12 +182,26 @@ async fn of_an_owner_that_completes_and_a_button_that_is_pressed_one_wins() {
         rig.gate.entered(round + 1).await;
         let page = operator.question(&format!("force-release?id={}", operator.id(&key).await)).await;
         let let_go = async {
-            // From before the button to after it.
-            sleep(Duration::from_micros(500 * (round as u64 % 10))).await;
             rig.gate.open(1);
             owner.await.unwrap()
         };
-        let (answer, told) = join(let_go, operator.confirm("force-release", &page)).await;
+        let press = operator.confirm("force-release", &page);
+        let (answer, told) = match round {
+            // Each of them is first for certain, on both paths.
+            0 | 1 => {
+                let told = press.await;
+                (let_go.await, told)
+            }
+            2 | 3 => {
+                let answer = let_go.await;
+                (answer, press.await)
+            }
+            // From before the button to after it.
+            _ => {
+                let pause = sleep(Duration::from_micros(500 * (round as u64 / 2 % 10)));
+                join(pause.then(|()| let_go), press).await
+            }
+        };
         let told = told.text();
         let state = rig.db.state(&key).await.unwrap();
         let effects = rig.db.effects(&tag).await;

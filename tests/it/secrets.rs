@@ -4,22 +4,23 @@
 use std::{collections::BTreeSet, num::NonZeroU32, time::Duration};
 
 use actix_idempotency::{
-    Admin, Completer, Handled, IdemKey, Idempotency, IdempotencyKey, Inbox, Once, OnceError, Outcome, Policy,
-    PoolBuilder, Relay, ResponseSnapshot, Scope, Secret, Sweeper,
+    Admin, Completer, Handled, IdemKey, Idempotency, IdempotencyKey, Inbox, Inspector, Once, OnceError, Outcome,
+    PgPool, Policy, PoolBuilder, Relay, ResponseSnapshot, Scope, Secret, Sweeper,
     admin::{Acted, Search},
     inbox::Message,
     outbox,
 };
-use actix_web::{HttpRequest, http::StatusCode, rt::spawn};
+use actix_web::{HttpRequest, http::StatusCode, rt::spawn, web::ServiceConfig};
 use diesel_async::{AsyncConnection, AsyncPgConnection};
 
 use crate::support::{
-    PATIENCE,
+    PATIENCE, app,
     client::{Answer, RequestExt},
     db::{Db, LAPSED, THREE_DAYS_LATER, server_url, with_database},
     eventually,
     forms::{self, Forms},
     log,
+    operator::Operator,
     rig::Rig,
 };
 
@@ -208,6 +209,34 @@ async fn work_and_messages() -> Vec<String> {
     shown
 }
 
+/// What people look for and do in the inspector, also where the store is gone.
+async fn pages() -> Vec<String> {
+    let routes = |config: &mut ServiceConfig, idempotency: &Idempotency, _: &PgPool| {
+        config.service(Inspector::new(idempotency).protected_elsewhere().scope("/idempotency"));
+        app::routes(config, idempotency);
+    };
+    let rig = Rig::builder().policy(Policy::new().tenant(tenant)).serve(routes).await;
+    let operator = Operator::at(rig.server.url("/idempotency"));
+    let sent = rig.post("/slow?ms=0").key("HushKey-looked-at").user("HushToken").body("HushBody").answer().await;
+    assert_eq!(sent.status, 201);
+    let id = operator.id("HushKey-looked-at").await;
+    let key = operator.json(&format!("key.json?id={id}")).await;
+    assert_eq!(key["key"], "HushKey-looked-at", "people who look may see it");
+    let whose = [("principal", key["principal"].as_str().unwrap()), ("tenant", "HushTenant")];
+    let erase = format!("erase?{}", serde_urlencoded::to_string(whose).unwrap());
+    operator.act("expire", &id).await;
+    operator.confirm("erase", &operator.question(&erase).await).await;
+    rig.db.run("ALTER TABLE idempotency_keys RENAME TO hidden").await;
+    let gone = [format!("key?id={id}"), "search.json?key=HushKey-looked-at".to_owned(), "search?after=Hush".to_owned()];
+    let mut shown = vec![format!("{:?}", Inspector::new(&rig.idempotency))];
+    for page in gone {
+        let told = operator.page(&page).await;
+        assert!(told.status == 503 || told.status == 400, "{told:?}");
+        shown.push(told.text());
+    }
+    shown
+}
+
 #[actix_web::test]
 async fn the_life_of_a_service_tells_no_secret() {
     log::listen();
@@ -215,6 +244,7 @@ async fn the_life_of_a_service_tells_no_secret() {
     let mut shown = keys(&mut refusals).await;
     shown.extend(a_form(&mut refusals).await);
     shown.extend(work_and_messages().await);
+    shown.extend(pages().await);
 
     // A store that cannot be used, and one that can, by a password that is none of the log's business.
     let db = Db::new().await;
