@@ -14,7 +14,8 @@ use std::{
 };
 
 use crate::{
-    claim::{self, Ahead, Ask, Claim, Columns},
+    ask::{Ask, Columns},
+    claim::{self, Ahead, Claim},
     decision::{Decision, decide},
     engine::{Engine, leases::Owner, store::in_time},
     error::{Error, ErrorKind},

@@ -28,7 +28,7 @@ use serde::Serialize;
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
-    claim::Ask,
+    ask::Ask,
     engine::{
         Engine,
         ending::millis,

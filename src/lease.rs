@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc, time::Instant};
 use actix_web::http::StatusCode;
 
 use crate::{
-    claim::Ask,
+    ask::Ask,
     engine::{Engine, ending::Ending, leases::Owner},
     failpoint,
     policy::{Policy, Return},

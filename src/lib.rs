@@ -24,8 +24,10 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 pub mod admin;
+mod ask;
 mod atomic;
 mod body;
+mod case;
 pub mod check;
 mod claim;
 pub mod completer;

@@ -21,8 +21,10 @@ use tokio::time::timeout;
 use tracing::Instrument;
 
 use crate::{
+    ask::Ask,
     atomic, body,
-    claim::{self, Ahead, Ask, Claim},
+    case::Case,
+    claim::{self, Ahead, Claim},
     engine::{Engine, Patience},
     extract::{self, IdemKey, Slot},
     failpoint,
@@ -34,7 +36,7 @@ use crate::{
     refusal::{self, Code, Refusal},
     scope::Scope,
     selection::Fields,
-    settle::{Case, Hold, settle_keyless},
+    settle::{Hold, settle_keyless},
     source::Found,
     telemetry::{self, Event},
 };

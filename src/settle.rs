@@ -1,24 +1,17 @@
 //! What becomes of an answer: it is judged, captured, kept or not, and only then sent.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::Instant;
 
 use actix_web::{
-    HttpRequest, HttpResponse, ResponseError,
+    HttpResponse, ResponseError,
     body::{BoxBody, EitherBody, MessageBody},
-    http::{StatusCode, header::HeaderMap},
+    http::StatusCode,
 };
-use tracing::Span;
 
 use crate::{
     atomic::Atomic,
-    claim::{self, Ahead, Ask, Claim, Stored},
-    engine::Engine,
-    error::Error,
+    case::Case,
     extract::{IdemKey, Slot, Used, Verdict},
-    header::{IDEMPOTENCY_ATTEMPT, IDEMPOTENCY_KEY_EXPIRES_IN},
     lease::{Ended, Lease},
     policy::{OnCompleted, Policy, Return},
     refusal::{Code, Refusal},
@@ -73,15 +66,6 @@ impl Hold {
     }
 }
 
-/// One request with a key, as those who answer it see it.
-pub(crate) struct Case {
-    pub(crate) engine: Arc<Engine>,
-    pub(crate) policy: Arc<Policy>,
-    pub(crate) ask: Ask,
-    pub(crate) span: Span,
-    began: Instant,
-}
-
 /// What is to be done with an answer.
 enum Course {
     /// Keep it: in this transaction, where there is one.
@@ -126,11 +110,6 @@ fn judge(status: StatusCode, verdict: Verdict, used: Used, completed: Option<Res
 }
 
 impl Case {
-    pub(crate) fn new(engine: Arc<Engine>, policy: Arc<Policy>, ask: Ask) -> Self {
-        let span = telemetry::span(&ask.scope, &ask.id, &ask.fingerprint, ask.request_id.as_ref());
-        Self { engine, policy, ask, span, began: Instant::now() }
-    }
-
     /// The answer that is sent for the handler's.
     pub(crate) async fn settle<B>(
         &self,
@@ -283,86 +262,10 @@ impl Case {
         }
     }
 
-    /// Somebody else has the key: what they stored is the answer.
-    pub(crate) async fn overtaken(&self) -> HttpResponse<BoxBody> {
-        telemetry::event(Event::LeaseLost, &self.ask.id);
-        match claim::look_again(&self.engine, &self.ask, &self.policy).await {
-            Ok(Some(Claim::Replay(stored))) => self.replayed(stored),
-            Ok(Some(Claim::AlreadyCompleted)) => self.refusal(Code::AlreadyCompleted.into()),
-            Ok(Some(Claim::TokenUsed)) => self.refusal(Code::TokenUsed.into()),
-            Ok(Some(Claim::KeyReused { first_request })) => self.key_reused(first_request),
-            Ok(Some(Claim::NewerVersion)) => self.refusal(Code::NewerVersion.into()),
-            Ok(_) => self.refusal(Code::LeaseLost.into()),
-            Err(error) => {
-                telemetry::store_failed("an attempt was overtaken, and by what is unknown", &error);
-                self.refusal(Code::OutcomeUnknown.into())
-            }
-        }
-    }
-
     async fn roll_back(&self, transaction: Option<Transaction>) {
         if let Some(transaction) = transaction {
             transaction.rollback(&self.policy).await;
         }
-    }
-
-    /// The stored answer, if this request may still see it.
-    pub(crate) fn replay(&self, request: &HttpRequest, stored: Stored) -> HttpResponse<BoxBody> {
-        if self.policy.may_replay.as_ref().is_some_and(|may| !(may.closure)(request)) {
-            return self.refusal(Code::ReplayForbidden.into());
-        }
-        self.replayed(stored)
-    }
-
-    fn replayed(&self, stored: Stored) -> HttpResponse<BoxBody> {
-        telemetry::joined(Event::Replayed, &self.ask.id, stored.first_request.as_deref());
-        self.report("replayed");
-        let mut response = stored.snapshot.replay(&self.policy);
-        self.tell(response.headers_mut(), stored.attempt, stored.expires_in);
-        response
-    }
-
-    /// What the policy tells about the key beside the answer.
-    fn tell(&self, headers: &mut HeaderMap, attempt: i32, expires_in: Option<Duration>) {
-        if self.policy.tells_attempt {
-            headers.insert(IDEMPOTENCY_ATTEMPT, attempt.into());
-        }
-        if let (true, Some(left)) = (self.policy.tells_expiry, expires_in) {
-            headers.insert(IDEMPOTENCY_KEY_EXPIRES_IN, left.as_secs().into());
-        }
-    }
-
-    pub(crate) fn key_reused(&self, first_request: Option<String>) -> HttpResponse<BoxBody> {
-        telemetry::joined(Event::KeyReused, &self.ask.id, first_request.as_deref());
-        let refusal = Refusal::new(Code::KeyReused);
-        self.refusal(if self.ask.is_of_a_form() {
-            refusal.detailed(
-                "The form was sent with other contents, and what became of that is not known yet. Load it again.",
-            )
-        } else {
-            refusal
-        })
-    }
-
-    pub(crate) fn unavailable(&self, error: &Error) -> HttpResponse<BoxBody> {
-        telemetry::store_failed("a request could not be claimed", error);
-        self.refusal(Code::StoreUnavailable.into())
-    }
-
-    pub(crate) fn outstanding(&self, ahead: Ahead) -> HttpResponse<BoxBody> {
-        telemetry::joined(Event::Outstanding, &self.ask.id, ahead.first_request.as_deref());
-        let wait = self.policy.retry_after.min(ahead.lease_left);
-        self.refusal(Refusal::new(Code::Outstanding).retry_after(wait))
-    }
-
-    pub(crate) fn refusal(&self, refusal: Refusal) -> HttpResponse<BoxBody> {
-        self.report(refusal.code().as_str());
-        telemetry::rejected(refusal.code().as_str());
-        refusal.under(&self.policy).error_response()
-    }
-
-    pub(crate) fn report(&self, outcome: &str) {
-        telemetry::outcome(&self.span, outcome, self.began);
     }
 }
 

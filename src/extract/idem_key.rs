@@ -14,7 +14,7 @@ use futures_util::{FutureExt, future::LocalBoxFuture};
 
 use super::step::Steps;
 use crate::{
-    claim::Ask,
+    ask::Ask,
     digest::Digest,
     engine::{Engine, leases::Owner},
     error::{Error, ErrorKind},

@@ -173,6 +173,14 @@ impl Action {
         }
     }
 
+    /// Whether a key in this state is as this leaves it.
+    pub(super) fn leaves(self, state: State) -> bool {
+        match self {
+            Self::Release | Self::ForceRelease => state == State::Released,
+            Self::Expire => state == State::Expired,
+        }
+    }
+
     fn does(self) -> &'static str {
         match self {
             Self::Release => {

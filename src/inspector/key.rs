@@ -102,6 +102,8 @@ impl Life {
         let entry = entry(inspector, &asked.id).await?;
         let answer = Answer::of(inspector, &entry).await.map_err(|error| Failure::store(&error))?;
         let notice = asked.action.as_deref().and_then(Action::of).zip(asked.came.as_deref().and_then(Came::of));
+        // It comes from the address, which anybody can write, and which outlives what it tells.
+        let notice = notice.filter(|(action, came)| *came != Came::Done || action.leaves(entry.state));
         Ok(Self { row: Row::of(&entry), answer, actions: Action::for_state(entry.state), notice })
     }
 

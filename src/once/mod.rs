@@ -11,7 +11,8 @@ use serde::{Serialize, de::DeserializeOwned};
 pub use self::outcome::{OnceError, Outcome};
 pub(crate) use self::run::{Run, json_of};
 use crate::{
-    claim::{Ask, Claim},
+    ask::Ask,
+    claim::Claim,
     engine::{Engine, Patience},
     extract::IdemKey,
     fingerprint::Fingerprint,

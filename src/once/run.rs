@@ -10,7 +10,8 @@ use tracing::{Instrument, Span};
 
 use super::{OnceError, Outcome};
 use crate::{
-    claim::{self, Ahead, Ask, Claim},
+    ask::Ask,
+    claim::{self, Ahead, Claim},
     engine::Engine,
     extract::{IdemKey, Verdict},
     failpoint,

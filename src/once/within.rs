@@ -9,8 +9,9 @@ use super::{
     run::{Run, json_of},
 };
 use crate::{
+    ask::{Ask, Columns},
     atomic,
-    claim::{Ask, Claim, Columns},
+    claim::Claim,
     engine::leases::Owner,
     error::{Error, ErrorKind},
     postgres::{

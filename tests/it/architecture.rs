@@ -22,6 +22,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "inspector",
             "extract",
             "body",
+            "case",
             "settle",
             "status",
             "document",
@@ -39,6 +40,7 @@ const LAYERS: &[(u8, &[&str])] = &[
     (
         3,
         &[
+            "ask",
             "atomic",
             "check",
             "claim",

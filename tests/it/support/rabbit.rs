@@ -5,11 +5,13 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
 };
 
+use actix_web::rt::time::sleep;
 use lapin::{Connection, ConnectionProperties};
 
-use super::{cluster::free_port, eventually, missing};
+use super::{PATIENCE, cluster::free_port, missing};
 
 /// Where Debian's package keeps the programs that do not change their user.
 const BIN: &str = "/usr/lib/rabbitmq/bin";
@@ -58,10 +60,12 @@ impl Rabbit {
             .spawn()
             .unwrap();
         let rabbit = Self { directory, port, epmd, child };
-        eventually("RabbitMQ answers", || async {
-            Connection::connect(&rabbit.url(), ConnectionProperties::default()).await.is_ok()
-        })
-        .await;
+        // Its machine takes longer to start than anything of ours, beside other tests for minutes.
+        let began = Instant::now();
+        while Connection::connect(&rabbit.url(), ConnectionProperties::default()).await.is_err() {
+            assert!(began.elapsed() < 6 * PATIENCE, "RabbitMQ does not answer");
+            sleep(Duration::from_millis(200)).await;
+        }
         Some(rabbit)
     }
 
