@@ -69,24 +69,25 @@ const WINDOW: i64 = 1000;
 
 statement! {
     /// Of each key the first event only, whether it is due or not.
-    struct LockDue { window: i64, holds: bool, limit: i64 }
+    ///
+    /// An empty queue is the rule, so that this is planned for one, and the plan stays when ten thousand events come
+    /// at once. In this shape no plan asks more than once for each event of the window whether an earlier one is there.
+    struct Due { window: i64, holds: bool }
     returns BigInt;
     [
-        "WITH due AS MATERIALIZED (SELECT position, topic, key FROM idempotency_outbox \
+        "WITH due AS MATERIALIZED (SELECT position, topic, key, due_at FROM idempotency_outbox \
          WHERE state = 'pending' AND due_at <= now() ORDER BY due_at, position LIMIT ", (window: BigInt), ") \
-         SELECT e.position FROM due JOIN idempotency_outbox AS e ON e.position = due.position \
-         WHERE e.state = 'pending' AND e.due_at <= now() \
-         AND (due.key IS NULL OR NOT EXISTS (SELECT FROM idempotency_outbox AS earlier \
+         SELECT due.position FROM due \
+         WHERE due.key IS NULL OR NOT EXISTS (SELECT FROM idempotency_outbox AS earlier \
          WHERE earlier.topic = due.topic AND earlier.key = due.key AND earlier.position < due.position \
-         AND (earlier.state = 'pending' OR ", (holds: Bool), "))) \
-         ORDER BY e.due_at, e.position LIMIT ", (limit: BigInt), " FOR NO KEY UPDATE OF e SKIP LOCKED",
+         AND (earlier.state = 'pending' OR ", (holds: Bool), ")) ORDER BY due.due_at, due.position",
     ]
 }
 
 statement! {
     /// The same from key to key, for when the window is full: of events, most likely, that wait for the first of
     /// their key. It stops as soon as it has enough.
-    struct LockHeads { window: i64, holds: bool, limit: i64 }
+    struct DueHeads { window: i64, holds: bool, limit: i64 }
     returns BigInt;
     [
         "WITH RECURSIVE head AS ((SELECT topic, key, position, state, due_at FROM idempotency_outbox \
@@ -95,12 +96,30 @@ statement! {
         ") AS due) >= ", (window: BigInt), " ORDER BY topic, key, position LIMIT 1) \
          UNION ALL SELECT next.* FROM head CROSS JOIN LATERAL (SELECT topic, key, position, state, due_at \
          FROM idempotency_outbox AS o WHERE o.key IS NOT NULL AND (o.topic, o.key) > (head.topic, head.key) \
-         AND (o.state = 'pending' OR ", (holds: Bool), ") ORDER BY o.topic, o.key, o.position LIMIT 1) AS next), \
-         due AS MATERIALIZED (SELECT position FROM head WHERE state = 'pending' AND due_at <= now() LIMIT ",
-        (limit: BigInt), ") \
-         SELECT e.position FROM due JOIN idempotency_outbox AS e ON e.position = due.position \
-         WHERE e.state = 'pending' AND e.due_at <= now() FOR NO KEY UPDATE OF e SKIP LOCKED",
+         AND (o.state = 'pending' OR ", (holds: Bool), ") ORDER BY o.topic, o.key, o.position LIMIT 1) AS next) \
+         SELECT position FROM head WHERE state = 'pending' AND due_at <= now() LIMIT ", (limit: BigInt),
     ]
+}
+
+statement! {
+    /// In this order, each by its position, until there are enough. What another relay has, or has just had, is
+    /// passed by.
+    struct Lock { positions: &'a [i64], limit: i64 }
+    returns BigInt;
+    [
+        "SELECT e.position FROM unnest(", (positions: Array<BigInt>), ") WITH ORDINALITY AS due (position, place) \
+         CROSS JOIN LATERAL (SELECT o.position FROM idempotency_outbox AS o WHERE o.position = due.position \
+         AND o.state = 'pending' AND o.due_at <= now() LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED) AS e LIMIT ",
+        (limit: BigInt),
+    ]
+}
+
+/// Those of these that are ours until the transaction ends.
+async fn lock(conn: &mut AsyncPgConnection, positions: &[i64], limit: i64) -> QueryResult<Vec<i64>> {
+    if positions.is_empty() {
+        return Ok(Vec::new());
+    }
+    Lock { positions: &positions, limit: &limit }.load(conn).await
 }
 
 statement! {
@@ -127,13 +146,13 @@ pub(crate) async fn claim(conn: &mut AsyncPgConnection, claim: Claim<'_>) -> Que
         .build_transaction()
         .read_committed()
         .run(async |conn| {
-            let due = LockDue { window: &WINDOW, holds: &holds, limit: &limit };
-            let mut positions: Vec<i64> = due.load(conn).await?;
+            let due: Vec<i64> = Due { window: &WINDOW, holds: &holds }.load(conn).await?;
+            let mut positions = lock(conn, &due, limit).await?;
             let left = limit - i64::try_from(positions.len()).unwrap_or(limit);
             if left > 0 {
-                let more: Vec<i64> = LockHeads { window: &WINDOW, holds: &holds, limit: &limit }.load(conn).await?;
-                let new: Vec<i64> = more.into_iter().filter(|position| !positions.contains(position)).collect();
-                positions.extend(new.into_iter().take(usize::try_from(left).unwrap_or_default()));
+                let heads: Vec<i64> = DueHeads { window: &WINDOW, holds: &holds, limit: &limit }.load(conn).await?;
+                let new: Vec<i64> = heads.into_iter().filter(|position| !positions.contains(position)).collect();
+                positions.extend(lock(conn, &new, left).await?);
             }
             if positions.is_empty() {
                 return Ok(Vec::new());
@@ -150,7 +169,8 @@ statement! {
     struct DeleteDelivered { positions: &'a [i64], owners: &'a [&'a [u8]] }
     [
         "DELETE FROM idempotency_outbox AS e USING unnest(", (positions: Array<BigInt>), ", ", (owners: Array<Binary>),
-        ") AS done (position, owner) WHERE e.position = done.position AND e.owner = done.owner",
+        ") AS done (position, owner) WHERE e.position = ANY (", (positions: Array<BigInt>),
+        ") AND e.position = done.position AND e.owner = done.owner",
     ]
 }
 
@@ -170,8 +190,8 @@ statement! {
          due_at = clock_timestamp() + failed.wait_ms * interval '1 millisecond', \
          state = CASE WHEN e.attempts >= ", (max_attempts: Integer), " THEN 'parked' ELSE 'pending' END FROM unnest(",
         (positions: Array<BigInt>), ", ", (owners: Array<Binary>), ", ", (waits_ms: Array<BigInt>),
-        ") AS failed (position, owner, wait_ms) WHERE e.position = failed.position AND e.owner = failed.owner \
-         RETURNING e.position, e.state = 'parked'",
+        ") AS failed (position, owner, wait_ms) WHERE e.position = ANY (", (positions: Array<BigInt>),
+        ") AND e.position = failed.position AND e.owner = failed.owner RETURNING e.position, e.state = 'parked'",
     ]
 }
 

@@ -525,6 +525,27 @@ async fn an_event_whose_relays_die_is_parked_in_the_end() {
     assert!(log::on(&worker).iter().any(|line| line.get("event") == Some("event-parked")));
 }
 
+/// Its statements were planned while there was nothing to do, and nobody plans them anew for a while.
+#[actix_web::test]
+async fn a_relay_that_was_idle_is_a_match_for_a_sudden_crowd() {
+    let db = Db::new().await;
+    db.run("ALTER TABLE idempotency_outbox SET (autovacuum_enabled = false)").await;
+    let receiver = Receiver::default();
+    let relaying = receiver.relay(db.pool(1)).interval(SECOND / 100).spawn();
+    // More often than a statement is planned for the parameters that it has.
+    for n in 0..12 {
+        publish(&db, &[&format!("alone {n}")]).await;
+        eventually("it is delivered", || async { events(&db).await == 0 }).await;
+    }
+    db.run(
+        "INSERT INTO idempotency_outbox (id, topic, key, payload, created_at, due_at) SELECT gen_random_uuid(), 't', \
+         (n % 3)::text, 'x', clock_timestamp(), clock_timestamp() FROM generate_series(1, 20000) AS n",
+    )
+    .await;
+    eventually("some of each key are delivered", || async { events(&db).await <= 20_000 - 30 }).await;
+    relaying.stop().await;
+}
+
 #[actix_web::test]
 async fn a_store_that_is_away_for_a_moment_stops_no_relay() {
     let db = Db::new().await;
