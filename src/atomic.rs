@@ -15,20 +15,17 @@ use std::{
 
 use crate::{
     ask::{Ask, Columns},
-    claim::{self, Ahead, Claim},
-    decision::{Decision, decide},
+    claim::{self, Claim},
     engine::{Engine, leases::Owner, store::in_time},
     error::{Error, ErrorKind},
     lease::Ended,
     policy::{Policy, Quota},
-    postgres::{
-        row::Row,
-        transactions::{self, Seen},
-    },
+    postgres::transactions::{self, Seen},
     refusal::{self, Code},
     scope::KeyId,
     snapshot::ResponseSnapshot,
     telemetry::{self, Event},
+    told::{Ahead, Told},
     transaction::{Commit, Parts, Transaction},
 };
 
@@ -75,27 +72,24 @@ pub(crate) struct Atomic {
 }
 
 /// Claims by opening the transaction, or says why not.
-pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Claim, Error> {
-    let draining = engine.is_draining();
-    // A row that is there says most without a transaction.
-    if draining || engine.recent.knows(&ask.id) {
-        let seen = engine.look(&ask.id, policy).await?;
-        if let Some(claim) = seen.map(|row| told_by(row, ask, policy)).transpose()?.flatten() {
-            return Ok(claim);
-        }
-        if draining {
-            return Ok(Claim::Draining);
-        }
+pub(crate) async fn claim(
+    engine: &Arc<Engine>,
+    ask: &Ask,
+    policy: &Arc<Policy>,
+) -> Result<Claim<(Box<Atomic>, Transaction)>, Error> {
+    if engine.is_draining() {
+        let row = engine.look(&ask.id, policy).await?;
+        let told = row.map(|row| Told::by(row, ask, policy)).transpose()?.flatten();
+        return Ok(Claim::Told(told.unwrap_or(Told::Draining)));
     }
-    let Some(mut entered) = Running::enter(engine, ask.id) else { return Ok(outstanding()) };
+    let Some(mut entered) = Running::enter(engine, ask.id) else { return Ok(Claim::Told(outstanding())) };
     match open(engine, ask, policy).await {
         // A connection may have died since it was last used, and nothing was written yet.
         Err(error) if error.kind() == ErrorKind::Connection => open(engine, ask, policy).await,
         opened => opened,
     }
-    .map(|opened| match opened {
-        Opened::Told(claim) => claim,
-        Opened::Ours(transaction, seen) => {
+    .map(|opened| {
+        opened.map(|(transaction, seen)| {
             telemetry::event(Event::Fresh, &ask.id);
             entered.claimed = true;
             engine.sweep(policy.retention);
@@ -108,15 +102,13 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
                 seen,
                 _entered: entered,
             };
-            Claim::Atomic(Box::new(atomic), transaction)
-        }
+            (Box::new(atomic), transaction)
+        })
     })
 }
 
-enum Opened {
-    Ours(Transaction, Option<Seen>),
-    Told(Claim),
-}
+/// The transaction, and what it saw of the row.
+type Opened = Claim<(Transaction, Option<Seen>)>;
 
 async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Opened, Error> {
     let mut transaction = Transaction::begin(engine, policy).await?;
@@ -127,15 +119,15 @@ async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<O
     let (locked, in_good_time, row) = in_time(policy.store_timeout, look).await?;
     let seen = row.as_ref().map(Seen::of);
     let counts = seen.is_none() && policy.quota != Quota::default();
-    let told = match row.map(|row| told_by(row, ask, policy)).transpose()?.flatten() {
-        None if locked && !in_good_time => Claim::TokenExpired,
-        None if locked && counts && is_full(&mut transaction, ask, policy).await? => Claim::QuotaExceeded,
-        None if locked => return Ok(Opened::Ours(transaction, seen)),
+    let told = match row.map(|row| Told::by(row, ask, policy)).transpose()?.flatten() {
+        None if locked && !in_good_time => Told::TokenExpired,
+        None if locked && counts && is_full(&mut transaction, ask, policy).await? => Told::QuotaExceeded,
+        None if locked => return Ok(Claim::Fresh((transaction, seen))),
         None => outstanding(),
         Some(told) => told,
     };
     transaction.rollback(policy).await;
-    Ok(Opened::Told(told))
+    Ok(Claim::Told(told))
 }
 
 async fn is_full(transaction: &mut Transaction, ask: &Ask, policy: &Policy) -> Result<bool, Error> {
@@ -143,16 +135,8 @@ async fn is_full(transaction: &mut Transaction, ask: &Ask, policy: &Policy) -> R
     in_time(policy.store_timeout, claim::exceeds_quota(transaction.conn_mut(), &columns, policy)).await
 }
 
-/// What a row says, if that is not to run the handler.
-pub(crate) fn told_by(row: Row, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
-    match decide(&row, &ask.fingerprint, &[], policy.on_completed) {
-        Decision::TakeOver(_) | Decision::Mine => Ok(None),
-        decision => claim::told(decision, row, ask, policy).map(Some),
-    }
-}
-
 /// There is no lease that could end: whoever has the lock has it as long as the request runs.
-pub(crate) fn outstanding() -> Claim {
+pub(crate) fn outstanding() -> Told {
     Ahead::unseen(Duration::MAX)
 }
 

@@ -10,13 +10,14 @@ use tracing::Span;
 
 use crate::{
     ask::Ask,
-    claim::{self, Ahead, Claim, Stored},
+    claim,
     engine::Engine,
     error::Error,
     header::{IDEMPOTENCY_ATTEMPT, IDEMPOTENCY_KEY_EXPIRES_IN},
     policy::Policy,
     refusal::{Code, Refusal},
     telemetry::{self, Event},
+    told::{Ahead, Stored, Told},
 };
 
 /// One request with a key, as those who answer it see it.
@@ -38,12 +39,8 @@ impl Case {
     pub(crate) async fn overtaken(&self) -> HttpResponse<BoxBody> {
         telemetry::event(Event::LeaseLost, &self.ask.id);
         match claim::look_again(&self.engine, &self.ask, &self.policy).await {
-            Ok(Some(Claim::Replay(stored))) => self.replayed(stored),
-            Ok(Some(Claim::AlreadyCompleted)) => self.refusal(Code::AlreadyCompleted.into()),
-            Ok(Some(Claim::TokenUsed)) => self.refusal(Code::TokenUsed.into()),
-            Ok(Some(Claim::KeyReused { first_request })) => self.key_reused(first_request),
-            Ok(Some(Claim::NewerVersion)) => self.refusal(Code::NewerVersion.into()),
-            Ok(_) => self.refusal(Code::LeaseLost.into()),
+            Ok(Some(told)) => self.answer(told),
+            Ok(None) => self.refusal(Code::LeaseLost.into()),
             Err(error) => {
                 telemetry::store_failed("an attempt was overtaken, and by what is unknown", &error);
                 self.refusal(Code::OutcomeUnknown.into())
@@ -51,12 +48,29 @@ impl Case {
         }
     }
 
-    /// The stored answer, if this request may still see it.
-    pub(crate) fn replay(&self, request: &HttpRequest, stored: Stored) -> HttpResponse<BoxBody> {
-        if self.policy.may_replay.as_ref().is_some_and(|may| !(may.closure)(request)) {
-            return self.refusal(Code::ReplayForbidden.into());
+    /// What this request is told; a stored answer only if it may still see it.
+    pub(crate) fn told(&self, request: &HttpRequest, told: Told) -> HttpResponse<BoxBody> {
+        match (&told, &self.policy.may_replay) {
+            (Told::Replay(_), Some(may)) if !(may.closure)(request) => self.refusal(Code::ReplayForbidden.into()),
+            _ => self.answer(told),
         }
-        self.replayed(stored)
+    }
+
+    fn answer(&self, told: Told) -> HttpResponse<BoxBody> {
+        let code = match told {
+            Told::Replay(stored) => return self.replayed(stored),
+            Told::Outstanding(ahead) => return self.outstanding(ahead),
+            Told::KeyReused { first_request } => return self.key_reused(first_request),
+            Told::QuotaExceeded => {
+                return self.refusal(Refusal::new(Code::QuotaExceeded).retry_after(self.policy.retry_after));
+            }
+            Told::AlreadyCompleted => Code::AlreadyCompleted,
+            Told::TokenUsed => Code::TokenUsed,
+            Told::TokenExpired => Code::TokenExpired,
+            Told::NewerVersion => Code::NewerVersion,
+            Told::Draining => Code::ShuttingDown,
+        };
+        self.refusal(code.into())
     }
 
     fn replayed(&self, stored: Stored) -> HttpResponse<BoxBody> {
@@ -77,7 +91,7 @@ impl Case {
         }
     }
 
-    pub(crate) fn key_reused(&self, first_request: Option<String>) -> HttpResponse<BoxBody> {
+    fn key_reused(&self, first_request: Option<String>) -> HttpResponse<BoxBody> {
         telemetry::joined(Event::KeyReused, &self.ask.id, first_request.as_deref());
         let refusal = Refusal::new(Code::KeyReused);
         self.refusal(if self.ask.is_of_a_form() {
@@ -94,7 +108,7 @@ impl Case {
         self.refusal(Code::StoreUnavailable.into())
     }
 
-    pub(crate) fn outstanding(&self, ahead: Ahead) -> HttpResponse<BoxBody> {
+    fn outstanding(&self, ahead: Ahead) -> HttpResponse<BoxBody> {
         telemetry::joined(Event::Outstanding, &self.ask.id, ahead.first_request.as_deref());
         let wait = self.policy.retry_after.min(ahead.lease_left);
         self.refusal(Refusal::new(Code::Outstanding).retry_after(wait))

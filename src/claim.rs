@@ -6,15 +6,10 @@
 //! statement, pinned to the owner and state that were seen. Whoever loses a race starts again with a
 //! new statement, a bounded number of times.
 
-use std::{
-    num::NonZeroU32,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{num::NonZeroU32, sync::Arc, time::Instant};
 
 use crate::{
     ask::{Ask, Columns},
-    atomic::Atomic,
     decision::{Decision, How, decide},
     engine::{
         Engine,
@@ -29,9 +24,8 @@ use crate::{
         keys::{self, NewClaim, Takeover},
         row::Row,
     },
-    snapshot::ResponseSnapshot,
     telemetry::{self, Event},
-    transaction::Transaction,
+    told::{Ahead, Told, unreadable},
 };
 
 /// How often a claim starts again after losing a race. Each time somebody else has won one, so that
@@ -40,60 +34,37 @@ const ROUNDS: u32 = 5;
 
 /// What the store answers.
 #[derive(Debug)]
-pub(crate) enum Claim {
-    /// Run the handler.
-    Fresh(Lease),
-    /// Run the handler in this transaction.
-    Atomic(Box<Atomic>, Transaction),
-    /// Send the stored answer.
-    Replay(Stored),
-    /// It is done, and the policy tells no more.
-    AlreadyCompleted,
-    /// The principal has too many keys.
-    QuotaExceeded,
-    /// Somebody runs it.
-    Outstanding(Ahead),
-    /// The key was used for something else, by the request of this id.
-    KeyReused { first_request: Option<String> },
-    /// The form was sent already, and its answer is not for this request.
-    TokenUsed,
-    /// The form token was not used in time.
-    TokenExpired,
-    /// The row was written by a newer version of this crate.
-    NewerVersion,
-    /// It would have been claimed, but this process is going down.
-    Draining,
+pub(crate) enum Claim<H> {
+    /// Run the handler: this holds the key meanwhile.
+    Fresh(H),
+    /// Do not.
+    Told(Told),
 }
 
-/// What is known of the attempt that runs.
-#[derive(Debug)]
-pub(crate) struct Ahead {
-    /// The lease ends in so long.
-    pub(crate) lease_left: Duration,
-    /// The id of the request that claimed the key first, where it is known.
-    pub(crate) first_request: Option<String>,
-}
-
-impl Ahead {
-    /// Whose row nobody has seen.
-    pub(crate) fn unseen(lease_left: Duration) -> Claim {
-        Claim::Outstanding(Self { lease_left, first_request: None })
+impl<H> Claim<H> {
+    pub(crate) fn map<T>(self, with: impl FnOnce(H) -> T) -> Claim<T> {
+        match self {
+            Self::Fresh(hold) => Claim::Fresh(with(hold)),
+            Self::Told(told) => Claim::Told(told),
+        }
     }
 }
 
-/// A stored answer, and what may be told of its key.
-#[derive(Debug)]
-pub(crate) struct Stored {
-    pub(crate) snapshot: ResponseSnapshot,
-    pub(crate) attempt: i32,
-    /// `None`: never.
-    pub(crate) expires_in: Option<Duration>,
-    /// The id of the request that claimed the key first, where it is known.
-    pub(crate) first_request: Option<String>,
+/// What the row of a key that this process has met says to a request, without a claim; `None` where it
+/// has to claim. What cannot be read is told to whoever claims.
+pub(crate) async fn look(engine: &Engine, ask: &Ask, policy: &Policy) -> Option<Told> {
+    if !engine.recent.knows(&ask.id) || policy.on_completed == OnCompleted::RunAgain {
+        return None;
+    }
+    let began = Instant::now();
+    let row = engine.look_with_others(ask.id, policy).await?;
+    let told = Told::by(row, ask, policy).ok()??;
+    telemetry::claimed(began);
+    Some(told)
 }
 
 /// Claims the key of a request, or says why not.
-pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Claim, Error> {
+pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Claim<Lease>, Error> {
     let attempt = Attempt::new(engine, ask, policy);
     // Dropped with something in it, this releases what may have been claimed.
     let mut unfinished = None;
@@ -110,11 +81,11 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
 
 /// What the table says for one's own request, never claiming: for an attempt that was overtaken.
 /// `None`: there is no answer for it yet.
-pub(crate) async fn look_again(engine: &Engine, ask: &Ask, policy: &Policy) -> Result<Option<Claim>, Error> {
+pub(crate) async fn look_again(engine: &Engine, ask: &Ask, policy: &Policy) -> Result<Option<Told>, Error> {
     let Some(row) = engine.look(&ask.id, policy).await? else { return Ok(None) };
     match decide(&row, &ask.fingerprint, &[], OnCompleted::Replay) {
         Decision::Mine | Decision::Outstanding | Decision::TakeOver(_) => Ok(None),
-        decision => told(decision, row, ask, policy).map(Some),
+        decision => Told::of(decision, row, ask, policy).map(Some),
     }
 }
 
@@ -145,7 +116,7 @@ impl<'a> Attempt<'a> {
         Self { engine, ask, policy, owner: rand::random(), seed: rand::random() }
     }
 
-    async fn run(&self, unfinished: &mut Option<Lease>) -> Result<Claim, Error> {
+    async fn run(&self, unfinished: &mut Option<Lease>) -> Result<Claim<Lease>, Error> {
         let mut conn = self.engine.store.connection().await?;
         let lease = unfinished.get_or_insert_with(|| self.lease());
         let verdict = self.rounds(&mut conn, lease).await?;
@@ -154,9 +125,9 @@ impl<'a> Attempt<'a> {
         Ok(match (verdict, lease) {
             (Verdict::Ours, Some(lease)) => self.claimed(lease),
             (Verdict::Ours, None) => return Err(Error::new(ErrorKind::Database, "a claim without its guard")),
-            (Verdict::Theirs(claim), lease) => {
+            (Verdict::Theirs(told), lease) => {
                 lease.into_iter().for_each(Lease::disarm);
-                claim
+                Claim::Told(told)
             }
         })
     }
@@ -179,12 +150,12 @@ impl<'a> Attempt<'a> {
                 Err(error) if error.kind() == ErrorKind::Serialization => continue,
                 row => row?,
             };
-            let claim = match row {
+            let told = match row {
                 // Somebody is about to insert it, and takes long.
                 None if waited => Ahead::unseen(self.policy.lease),
-                None if draining => Claim::Draining,
-                None if self.is_too_late(conn).await? => Claim::TokenExpired,
-                None if counts && self.exceeds_quota(conn).await? => Claim::QuotaExceeded,
+                None if draining => Told::Draining,
+                None if self.is_too_late(conn).await? => Told::TokenExpired,
+                None if counts && self.exceeds_quota(conn).await? => Told::QuotaExceeded,
                 // It was released by a ROLLBACK or swept since the INSERT met it.
                 None => continue,
                 Some(row) => match self.meet(conn, row, lease).await? {
@@ -194,7 +165,7 @@ impl<'a> Attempt<'a> {
                     None => continue,
                 },
             };
-            return Ok(Verdict::Theirs(claim));
+            return Ok(Verdict::Theirs(told));
         }
         Ok(Verdict::Theirs(Ahead::unseen(self.policy.lease)))
     }
@@ -234,8 +205,8 @@ impl<'a> Attempt<'a> {
         self.engine.recent.remember(&self.ask.id);
         let decision = decide(&row, &self.ask.fingerprint, &self.owner, self.policy.on_completed);
         match decision {
-            Decision::TakeOver(_) if self.engine.is_draining() => Ok(Some(Verdict::Theirs(Claim::Draining))),
-            Decision::TakeOver(_) if self.is_too_late(conn).await? => Ok(Some(Verdict::Theirs(Claim::TokenExpired))),
+            Decision::TakeOver(_) if self.engine.is_draining() => Ok(Some(Verdict::Theirs(Told::Draining))),
+            Decision::TakeOver(_) if self.is_too_late(conn).await? => Ok(Some(Verdict::Theirs(Told::TokenExpired))),
             Decision::TakeOver(how) => {
                 let ours = self.take_over(conn, &row, how, lease).await?;
                 Ok(ours.then_some(Verdict::Ours))
@@ -244,7 +215,7 @@ impl<'a> Attempt<'a> {
                 (lease.attempt, lease.seed) = (row.attempt, seed_of(&row)?);
                 Ok(Some(Verdict::Ours))
             }
-            decision => told(decision, row, self.ask, self.policy).map(|claim| Some(Verdict::Theirs(claim))),
+            decision => Told::of(decision, row, self.ask, self.policy).map(|told| Some(Verdict::Theirs(told))),
         }
     }
 
@@ -280,7 +251,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    fn claimed(&self, lease: Lease) -> Claim {
+    fn claimed(&self, lease: Lease) -> Claim<Lease> {
         self.engine.recent.remember(&self.ask.id);
         lease.keep_renewing();
         self.engine.sweep(self.policy.retention);
@@ -298,7 +269,7 @@ impl<'a> Attempt<'a> {
 
 enum Verdict {
     Ours,
-    Theirs(Claim),
+    Theirs(Told),
 }
 
 enum Inserted {
@@ -307,44 +278,6 @@ enum Inserted {
     WaitedInVain,
 }
 
-/// What somebody is told who does not get the key.
-pub(crate) fn told(decision: Decision, row: Row, ask: &Ask, policy: &Policy) -> Result<Claim, Error> {
-    let rejects = policy.on_completed == OnCompleted::Reject;
-    let was_sent = ask.is_of_a_form() && row.state == "completed";
-    Ok(match decision {
-        Decision::Replay | Decision::ReplayUncompared if rejects && was_sent => Claim::TokenUsed,
-        Decision::KeyReused if was_sent => Claim::TokenUsed,
-        Decision::Replay | Decision::ReplayUncompared if rejects => Claim::AlreadyCompleted,
-        Decision::Replay => Claim::Replay(restore(row)?),
-        Decision::ReplayUncompared => {
-            telemetry::event(Event::RecipeChanged, &ask.id);
-            Claim::Replay(restore(row)?)
-        }
-        Decision::KeyReused => Claim::KeyReused { first_request: row.request_id },
-        Decision::NewerVersion => Claim::NewerVersion,
-        Decision::Outstanding | Decision::Mine | Decision::TakeOver(_) => {
-            Claim::Outstanding(Ahead { lease_left: lease_left(&row), first_request: row.request_id })
-        }
-    })
-}
-
-pub(crate) fn restore(row: Row) -> Result<Stored, Error> {
-    let (Some(status), Some(names), Some(values)) = (row.status, row.header_names, row.header_values) else {
-        return Err(unreadable());
-    };
-    let snapshot = ResponseSnapshot::restore(status, &names, values, row.body).ok_or_else(unreadable)?;
-    let expires_in = row.expires_in_ms.map(|ms| Duration::from_millis(ms.max(0).unsigned_abs()));
-    Ok(Stored { snapshot, attempt: row.attempt, expires_in, first_request: row.request_id })
-}
-
 fn seed_of(row: &Row) -> Result<[u8; 32], Error> {
     row.seed.as_slice().try_into().map_err(|_| unreadable())
-}
-
-fn unreadable() -> Error {
-    Error::new(ErrorKind::Schema, "a row of idempotency_keys cannot be read: it was not written by this crate")
-}
-
-fn lease_left(row: &Row) -> Duration {
-    Duration::from_millis(row.lease_left_ms.max(0).unsigned_abs())
 }

@@ -75,6 +75,7 @@ pub mod telemetry;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod token;
+mod told;
 mod transaction;
 pub mod transition;
 pub mod version;

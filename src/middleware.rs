@@ -3,7 +3,7 @@
 use std::{
     fmt,
     future::{Ready, ready},
-    panic::AssertUnwindSafe,
+    panic::{AssertUnwindSafe, catch_unwind},
     rc::Rc,
     sync::Arc,
     time::Instant,
@@ -24,8 +24,9 @@ use crate::{
     ask::Ask,
     atomic, body,
     case::Case,
-    claim::{self, Ahead, Claim},
+    claim::{self, Claim},
     engine::{Engine, Patience},
+    error::Error,
     extract::{self, IdemKey, Slot},
     failpoint,
     fingerprint::Fingerprint,
@@ -39,6 +40,7 @@ use crate::{
     settle::{Hold, settle_keyless},
     source::Found,
     telemetry::{self, Event},
+    told::Told,
 };
 
 impl<S, B> Transform<S, ServiceRequest> for Idempotency
@@ -184,37 +186,50 @@ struct Protected<S> {
     case: Case,
 }
 
-/// What came of one look at the key.
+/// What came of a claim.
 enum Turn<B> {
     Answered(Response<B>),
-    Outstanding(ServiceRequest, Ahead),
+    Told(ServiceRequest, Told),
 }
+
+/// What holds the key while the handler runs, and what the handler sees of it.
+type Held = (Hold, IdemKey, Slot);
 
 impl<S, B> Protected<S>
 where
     S: Service<ServiceRequest, Response = ServiceResponse<B>, Error = ActixError> + 'static,
     B: MessageBody + 'static,
 {
-    /// Takes turns until there is an answer, or the wait for one is over.
+    /// Looks and claims until there is an answer, or the wait for one is over.
     async fn answer(self: Rc<Self>, mut request: ServiceRequest) -> ActixResult<Response<B>> {
-        let Case { engine, policy, ask, .. } = &self.case;
+        let Case { engine, policy, ask, span, .. } = &self.case;
         let mut patience = Patience::new(policy);
         loop {
-            if engine.tasks.len() >= policy.max_running {
-                return Ok(answered(request, self.case.refusal(Code::Busy.into())));
-            }
             patience.listen();
-            let ahead = match Rc::clone(&self).spawn(request).await? {
-                Turn::Answered(response) => return Ok(response),
-                Turn::Outstanding(back, ahead) => {
-                    request = back;
-                    ahead
+            let told = match claim::look(engine, ask, policy).instrument(span.clone()).await {
+                Some(told) => told,
+                None if engine.tasks.len() >= policy.max_running => {
+                    return Ok(answered(request, self.case.refusal(Code::Busy.into())));
                 }
+                None => match Rc::clone(&self).spawn(request).await? {
+                    Turn::Answered(response) => return Ok(response),
+                    Turn::Told(back, told) => {
+                        request = back;
+                        told
+                    }
+                },
             };
-            if !patience.wait(engine, ask.id, policy).await {
-                return Ok(answered(request, self.case.outstanding(ahead)));
+            if !matches!(told, Told::Outstanding(_)) || !patience.wait(engine, ask.id, policy).await {
+                return Ok(self.told(request, told));
             }
         }
+    }
+
+    fn told(&self, request: ServiceRequest, told: Told) -> Response<B> {
+        // A closure of the policy's may panic.
+        let answer = AssertUnwindSafe(|| self.case.span.in_scope(|| self.case.told(request.request(), told)));
+        let answer = catch_unwind(answer).unwrap_or_else(|_| self.case.refusal(Code::OutcomeUnknown.into()));
+        answered(request, answer)
     }
 
     /// From the claim on in a task of its own: a client that hangs up does not stop half-done work.
@@ -231,45 +246,36 @@ where
     }
 
     async fn turn(self: Rc<Self>, request: ServiceRequest) -> ActixResult<Turn<B>> {
-        let Case { engine, policy, ask, .. } = &self.case;
         failpoint::reach("before-claim");
         let began = Instant::now();
-        let claim = if policy.is_atomic {
-            atomic::claim(engine, ask, policy).boxed_local().await
-        } else {
-            claim::claim(engine, ask, policy).await
-        };
+        let claim = self.claim().await;
         telemetry::claimed(began);
-        let answer = match claim {
-            Ok(Claim::Fresh(mut lease)) => {
-                lease.start(policy.without_answer());
-                let key = IdemKey::leased(ask, &lease, engine, policy);
-                let slot = Slot::lazy(engine, policy, Some(&lease));
-                return self.run(Hold::Lease(lease), key, slot, request).boxed_local().await.map(Turn::Answered);
-            }
-            Ok(Claim::Atomic(atomic, transaction)) => {
-                let key = IdemKey::atomic(ask);
-                let slot = Slot::ready(engine, policy, transaction);
-                return self.run(Hold::Atomic(atomic), key, slot, request).boxed_local().await.map(Turn::Answered);
-            }
-            Ok(Claim::Outstanding(ahead)) => return Ok(Turn::Outstanding(request, ahead)),
-            Ok(Claim::Replay(stored)) => self.case.replay(request.request(), stored),
-            Ok(Claim::AlreadyCompleted) => self.case.refusal(Code::AlreadyCompleted.into()),
-            Ok(Claim::QuotaExceeded) => {
-                self.case.refusal(Refusal::new(Code::QuotaExceeded).retry_after(policy.retry_after))
-            }
-            Ok(Claim::TokenUsed) => self.case.refusal(Code::TokenUsed.into()),
-            Ok(Claim::TokenExpired) => self.case.refusal(Code::TokenExpired.into()),
-            Ok(Claim::KeyReused { first_request }) => self.case.key_reused(first_request),
-            Ok(Claim::NewerVersion) => self.case.refusal(Code::NewerVersion.into()),
-            Ok(Claim::Draining) => self.case.refusal(Code::ShuttingDown.into()),
-            Err(error) => self.case.unavailable(&error),
-        };
-        Ok(Turn::Answered(answered(request, answer)))
+        match claim {
+            Ok(Claim::Fresh(held)) => self.run(held, request).boxed_local().await.map(Turn::Answered),
+            Ok(Claim::Told(told)) => Ok(Turn::Told(request, told)),
+            Err(error) => Ok(Turn::Answered(answered(request, self.case.unavailable(&error)))),
+        }
+    }
+
+    async fn claim(&self) -> Result<Claim<Held>, Error> {
+        let Case { engine, policy, ask, .. } = &self.case;
+        if policy.is_atomic {
+            let claim = atomic::claim(engine, ask, policy).boxed_local().await?;
+            return Ok(claim.map(|(atomic, transaction)| {
+                (Hold::Atomic(atomic), IdemKey::atomic(ask), Slot::ready(engine, policy, transaction))
+            }));
+        }
+        let claim = claim::claim(engine, ask, policy).await?;
+        Ok(claim.map(|mut lease| {
+            lease.start(policy.without_answer());
+            let key = IdemKey::leased(ask, &lease, engine, policy);
+            let slot = Slot::lazy(engine, policy, Some(&lease));
+            (Hold::Lease(lease), key, slot)
+        }))
     }
 
     /// Your handler, and what becomes of its answer.
-    async fn run(&self, hold: Hold, key: IdemKey, slot: Slot, request: ServiceRequest) -> ActixResult<Response<B>> {
+    async fn run(&self, (hold, key, slot): Held, request: ServiceRequest) -> ActixResult<Response<B>> {
         let Case { policy, ask, span, .. } = &self.case;
         failpoint::reach("after-claim");
         span.record("attempt", key.attempt());

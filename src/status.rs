@@ -10,7 +10,6 @@ use actix_web::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    claim::{self, Stored},
     engine::Engine,
     error::Error,
     idempotency::Idempotency,
@@ -21,6 +20,7 @@ use crate::{
     scope::{KeyId, Scope},
     source::path_parameter,
     telemetry,
+    told::Stored,
 };
 
 /// Of which resource the keys are.
@@ -109,7 +109,7 @@ fn completed(request: &HttpRequest, policy: &Policy, row: Row, wants_answer: boo
     if policy.may_replay.as_ref().is_some_and(|may| !(may.closure)(request)) {
         return Err(Code::ReplayForbidden.into());
     }
-    let Stored { snapshot, .. } = claim::restore(row).map_err(|error| failed(&error))?;
+    let Stored { snapshot, .. } = Stored::of(row).map_err(|error| failed(&error))?;
     if wants_answer {
         return Ok(snapshot.replay(policy));
     }

@@ -5,6 +5,7 @@ pub(crate) mod background;
 pub(crate) mod ending;
 mod flush;
 pub(crate) mod leases;
+mod looks;
 mod recent;
 pub(crate) mod store;
 mod waiters;
@@ -23,7 +24,7 @@ use tokio::sync::{OnceCell, mpsc};
 use tokio_util::task::TaskTracker;
 
 pub(crate) use self::waiters::Patience;
-use self::{flush::Wish, leases::Leases, recent::Recent, store::Store, waiters::Waiters, watch::Late};
+use self::{flush::Wish, leases::Leases, looks::Looks, recent::Recent, store::Store, waiters::Waiters, watch::Late};
 use crate::{
     atomic::Running,
     check::{Finding, Severity},
@@ -65,17 +66,20 @@ pub(crate) struct Engine {
     pub(crate) atomic: Running,
     session: OnceCell<Arc<Session>>,
     flushes: mpsc::UnboundedSender<Wish>,
+    looks: Looks,
 }
 
 impl Engine {
     pub(crate) fn new(pool: PgPool) -> Arc<Self> {
         telemetry::describe();
         let (flushes, wishes) = mpsc::unbounded_channel();
+        let (looks, asked) = Looks::new();
         let engine = Arc::new(Self {
             holders: Holders::of(&pool),
             atomic: Running::default(),
             session: OnceCell::new(),
             flushes,
+            looks,
             store: Store { pool },
             leases: Arc::new(Leases::new()),
             waiters: Arc::default(),
@@ -92,6 +96,7 @@ impl Engine {
         background.spawn(leases::keep_renewing(Arc::downgrade(&engine), Arc::clone(&engine.leases)));
         background.spawn(waiters::keep_looking(Arc::downgrade(&engine), Arc::clone(&engine.waiters)));
         background.spawn(flush::keep_flushing(Arc::downgrade(&engine), wishes));
+        background.spawn(looks::look_for_all(Arc::downgrade(&engine), asked));
         engine
     }
 

@@ -89,13 +89,13 @@ impl DerefMut for Checkout {
 }
 
 /// A connection of a loop's own, outside the pool's count: opened when it is first needed, and anew
-/// after a failure.
+/// after a failure or where it has died meanwhile.
 #[derive(Default)]
 pub(crate) struct Line(Option<AsyncPgConnection>);
 
 impl Line {
     pub(crate) async fn get(&mut self, store: &Store) -> Result<&mut AsyncPgConnection, Error> {
-        let conn = match self.0.take() {
+        let conn = match self.0.take_if(|conn| !conn.is_broken()) {
             Some(conn) => conn,
             None => store.pool.dedicated_connection().await?,
         };

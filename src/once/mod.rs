@@ -12,7 +12,6 @@ pub use self::outcome::{OnceError, Outcome};
 pub(crate) use self::run::{Run, json_of};
 use crate::{
     ask::Ask,
-    claim::Claim,
     engine::{Engine, Patience},
     extract::IdemKey,
     fingerprint::Fingerprint,
@@ -24,6 +23,7 @@ use crate::{
     refusal::Code,
     request_id::RequestId,
     scope::Scope,
+    told::Told,
 };
 
 /// Runs a function once per key: one result, however often it is called, by whomever, from however many
@@ -197,7 +197,7 @@ impl Once {
                 }
             };
             if !patience.wait(&self.engine, run.ask().id, &self.policy).await {
-                return run.answered(Claim::Outstanding(ahead));
+                return run.answered(Told::Outstanding(ahead));
             }
         }
     }

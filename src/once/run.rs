@@ -11,7 +11,7 @@ use tracing::{Instrument, Span};
 use super::{OnceError, Outcome};
 use crate::{
     ask::Ask,
-    claim::{self, Ahead, Claim},
+    claim::{self, Claim},
     engine::Engine,
     extract::{IdemKey, Verdict},
     failpoint,
@@ -20,6 +20,7 @@ use crate::{
     refusal::Code,
     snapshot::ResponseSnapshot,
     telemetry::{self, Event},
+    told::{Ahead, Told},
 };
 
 /// Work that is to run under a key.
@@ -82,8 +83,8 @@ impl Run {
                     Err(error) => Err(error),
                 }
             }
-            Ok(Claim::Outstanding(ahead)) => return Ok(Turn::Outstanding(work, ahead)),
-            Ok(claim) => self.answered(claim),
+            Ok(Claim::Told(Told::Outstanding(ahead))) => return Ok(Turn::Outstanding(work, ahead)),
+            Ok(Claim::Told(told)) => self.answered(told),
             Err(error) => {
                 telemetry::store_failed("work could not be claimed", &error);
                 Err(OnceError::Store(error))
@@ -196,7 +197,7 @@ impl Run {
     async fn overtaken<T: DeserializeOwned, E>(&self) -> Result<Outcome<T>, OnceError<E>> {
         telemetry::event(Event::LeaseLost, &self.ask.id);
         match claim::look_again(&self.engine, &self.ask, &self.policy).await {
-            Ok(Some(claim)) => self.answered(claim),
+            Ok(Some(told)) => self.answered(told),
             Ok(None) => Err(Code::LeaseLost.into()),
             Err(error) => {
                 telemetry::store_failed("an attempt was overtaken, and by what is unknown", &error);
@@ -206,27 +207,27 @@ impl Run {
     }
 
     /// What somebody is told who is not to run.
-    pub(super) fn answered<T: DeserializeOwned, E>(&self, claim: Claim) -> Result<Outcome<T>, OnceError<E>> {
-        let code = match claim {
-            Claim::Replay(stored) => {
+    pub(super) fn answered<T: DeserializeOwned, E>(&self, told: Told) -> Result<Outcome<T>, OnceError<E>> {
+        let code = match told {
+            Told::Replay(stored) => {
                 telemetry::joined(Event::Replayed, &self.ask.id, stored.first_request.as_deref());
                 let json = stored.snapshot.body().ok_or(OnceError::Omitted)?;
                 return serde_json::from_slice(json).map(Outcome::Replayed).map_err(|_| OnceError::Shape);
             }
-            Claim::Outstanding(ahead) => {
+            Told::Outstanding(ahead) => {
                 telemetry::joined(Event::Outstanding, &self.ask.id, ahead.first_request.as_deref());
                 return Ok(Outcome::Outstanding(self.policy.retry_after.min(ahead.lease_left)));
             }
-            Claim::KeyReused { first_request } => {
+            Told::KeyReused { first_request } => {
                 telemetry::joined(Event::KeyReused, &self.ask.id, first_request.as_deref());
                 Code::KeyReused
             }
-            Claim::AlreadyCompleted => Code::AlreadyCompleted,
-            Claim::NewerVersion => Code::NewerVersion,
-            Claim::Draining => Code::ShuttingDown,
+            Told::AlreadyCompleted => Code::AlreadyCompleted,
+            Told::NewerVersion => Code::NewerVersion,
+            Told::Draining => Code::ShuttingDown,
             // Settings that lead here are refused when they are made.
-            Claim::QuotaExceeded => Code::QuotaExceeded,
-            Claim::TokenUsed | Claim::TokenExpired | Claim::Fresh(_) | Claim::Atomic(..) => Code::Misconfigured,
+            Told::QuotaExceeded => Code::QuotaExceeded,
+            Told::TokenUsed | Told::TokenExpired => Code::Misconfigured,
         };
         telemetry::rejected(code.as_str());
         Err(code.into())

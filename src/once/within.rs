@@ -11,7 +11,6 @@ use super::{
 use crate::{
     ask::{Ask, Columns},
     atomic,
-    claim::Claim,
     engine::leases::Owner,
     error::{Error, ErrorKind},
     postgres::{
@@ -21,6 +20,7 @@ use crate::{
     refusal::Code,
     scope::Scope,
     telemetry,
+    told::Told,
     transaction::{Parts, code_of},
 };
 
@@ -78,16 +78,16 @@ impl Once {
                 Ok(()) => Ok(Outcome::Ran(value)),
                 Err(error) => Err(not_committed(&error.into())),
             },
-            Ok(Within::Told(claim)) => {
+            Ok(Within::Told(told)) => {
                 savepoint::roll_back(conn).await.map_err(store)?;
-                run.answered(claim)
+                run.answered(told)
             }
             Ok(Within::Lost) => {
                 savepoint::roll_back(conn).await.map_err(store)?;
                 let row = keys::look(conn, &run.ask().id.0).await.map_err(store)?;
-                let told = row.map(|row| atomic::told_by(row, run.ask(), &self.policy)).transpose();
+                let told = row.map(|row| Told::by(row, run.ask(), &self.policy)).transpose();
                 match told.map_err(OnceError::Store)?.flatten() {
-                    Some(claim) => run.answered(claim),
+                    Some(told) => run.answered(told),
                     None => Err(Code::LeaseLost.into()),
                 }
             }
@@ -109,10 +109,10 @@ impl Once {
         let looked = transactions::try_lock_and_look(conn, ask.id.lock(), &ask.id.0, ask.not_after).await;
         let (locked, _, row) = looked.map_err(store)?;
         let seen = row.as_ref().map(Seen::of);
-        let told = row.map(|row| atomic::told_by(row, ask, &self.policy)).transpose().map_err(OnceError::Store)?;
+        let told = row.map(|row| Told::by(row, ask, &self.policy)).transpose().map_err(OnceError::Store)?;
         match told.flatten() {
-            Some(claim) => return Ok(Within::Told(claim)),
-            None if self.engine.is_draining() => return Ok(Within::Told(Claim::Draining)),
+            Some(told) => return Ok(Within::Told(told)),
+            None if self.engine.is_draining() => return Ok(Within::Told(Told::Draining)),
             None if !locked => return Ok(Within::Told(atomic::outstanding())),
             None => {}
         }
@@ -143,7 +143,7 @@ impl Once {
 /// What came of it, before the savepoint ends.
 enum Within<T> {
     Finished(T),
-    Told(Claim),
+    Told(Told),
     /// Somebody else has written the row since it was looked for.
     Lost,
 }

@@ -260,7 +260,8 @@ impl Policy {
     }
 
     /// How many protected requests may run at once in this process, counted over all policies; beyond
-    /// it 503 `busy`. Default: [`DEFAULT_MAX_RUNNING`].
+    /// it 503 `busy`. A retry of a key that this process has met is told what is stored all the same. Default:
+    /// [`DEFAULT_MAX_RUNNING`].
     #[must_use]
     pub fn max_running(mut self, requests: NonZeroUsize) -> Self {
         self.max_running = requests.get();

@@ -59,7 +59,8 @@ impl Policy {
     /// How long the store may take for what a request asks of it: the claim, and again the completion,
     /// each with its wait for a connection. Past it a claim is answered with 503 `store-unavailable`,
     /// and a completion goes on in the background. A statement waits a fifth of it for a row that
-    /// somebody has locked. Default: [`DEFAULT_STORE_TIMEOUT`].
+    /// somebody has locked. A retry of a key that this process has met may look together with others before
+    /// that, for a tenth of it and half a second at most. Default: [`DEFAULT_STORE_TIMEOUT`].
     ///
     /// # Panics
     ///

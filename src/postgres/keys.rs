@@ -119,6 +119,22 @@ pub(crate) async fn look(conn: &mut AsyncPgConnection, id: &[u8]) -> QueryResult
 }
 
 statement! {
+    /// LIMIT makes it one look for each id, planned as that of [`Look`] is: a join would be planned for the
+    /// size of the table at that time, and kept.
+    struct LookAtAll { ids: &'a [&'a [u8]] }
+    returns (Binary, RowColumns);
+    [
+        "SELECT k.id, ", ROW_COLUMNS, " FROM unnest((SELECT ", (ids: Array<Binary>), ")) AS asked (id), \
+         LATERAL (SELECT * FROM idempotency_keys AS k WHERE k.id = asked.id LIMIT 1) AS k",
+    ]
+}
+
+/// As [`look`], at several rows; those that are not there are missing in what is returned.
+pub(crate) async fn look_at_all(conn: &mut AsyncPgConnection, ids: &[&[u8]]) -> QueryResult<Vec<(Vec<u8>, Row)>> {
+    LookAtAll { ids: &ids }.load(conn).await
+}
+
+statement! {
     /// One statement for every way of taking over: expired, released, lapsed. Which of them the caller
     /// saw is pinned by `owner` and `state`; that one of them still holds is asked again here.
     struct TakeOver {

@@ -7,7 +7,7 @@ use diesel::{
 };
 
 /// A row as a claim sees it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Row {
     pub(crate) fingerprint: Vec<u8>,
     pub(crate) recipe: Vec<u8>,

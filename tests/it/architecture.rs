@@ -51,6 +51,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "migrations",
             "pool",
             "sweeper",
+            "told",
             "transaction",
         ],
     ),

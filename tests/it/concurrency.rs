@@ -25,10 +25,11 @@ use crate::support::{
     db::Db,
     eventually,
     gate::Gate,
-    log, missing,
+    log,
     process::{ServerProcess, Setup},
     repeat,
     rig::{Rig, Server},
+    statements::counting,
 };
 
 const WAIT: OnOutstanding = OnOutstanding::Wait(Duration::from_secs(3600));
@@ -516,29 +517,9 @@ async fn a_waiter_that_hangs_up_makes_room_for_another() {
     assert_eq!(first.await.unwrap().status, 201);
 }
 
-/// How often statements like this one have been sent, by those who use the table.
-async fn calls(db: &Db, like: &str) -> i64 {
-    db.number(&format!(
-        "SELECT coalesce(sum(calls), 0)::bigint AS value FROM pg_stat_statements \
-         WHERE dbid = (SELECT oid FROM pg_database WHERE datname = current_database()) \
-         AND query LIKE '%idempotency_keys%' AND query NOT LIKE '%pg_stat_statements%' AND query LIKE '{like}'"
-    ))
-    .await
-}
-
 #[actix_web::test]
 async fn fifty_waiters_cost_one_statement_per_tick_and_no_connection_of_the_pool() {
-    let library = std::env::var("POSTGRES_BIN").is_ok_and(|bin| {
-        let directory = std::process::Command::new(format!("{bin}/pg_config")).arg("--pkglibdir").output();
-        let directory = directory.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
-        directory.is_ok_and(|directory| std::path::Path::new(&directory).join("pg_stat_statements.so").exists())
-    });
-    if !library && missing("pg_stat_statements") {
-        return;
-    }
-    let cluster = Cluster::start(&["shared_preload_libraries = 'pg_stat_statements'"]);
-    let db = Db::on(&cluster.url()).await;
-    db.run("CREATE EXTENSION pg_stat_statements").await;
+    let Some((_cluster, db)) = counting().await else { return };
     let rig = Rig::builder().database(db).start().await;
     let twin = rig.twin(Policy::new().anonymous().on_outstanding(WAIT));
     let mut first = Vec::new();
@@ -550,10 +531,15 @@ async fn fifty_waiters_cost_one_statement_per_tick_and_no_connection_of_the_pool
         waiting.extend((0..10).map(|_| (*key, send(twin.post("/held"), key))));
         until_waiting(id, 10).await;
     }
+    let polls = async || rig.db.calls("%AS waited (id, lock)%").await;
+    let claims = async || rig.db.calls("SELECT k.%").await + rig.db.calls("%INSERT INTO%").await;
     // Each looks a second time once it is seated.
-    eventually("all are seated", || async { calls(&rig.db, "SELECT k.fingerprint%").await == 100 }).await;
-    let polls = async || calls(&rig.db, "%AS waited (id, lock)%").await;
-    let claims = async || calls(&rig.db, "SELECT k.fingerprint%").await + calls(&rig.db, "%INSERT INTO%").await;
+    eventually("all are seated", async || {
+        let before = claims().await;
+        sleep(Duration::from_millis(200)).await;
+        claims().await == before
+    })
+    .await;
     let began = Instant::now();
     let before = (polls().await, claims().await);
     sleep(Duration::from_secs(1)).await;

@@ -298,6 +298,7 @@ async fn an_inner_middleware_that_errs_is_an_outcome_like_any_other() {
 #[actix_web::test]
 async fn no_more_run_than_the_policy_lets_run() {
     let rig = Rig::with(Policy::new().anonymous().max_running(NonZeroUsize::new(2).unwrap())).await;
+    let done = rig.post("/orders").key("done").json(&order("done")).answer().await;
     let running = ["a", "b"].map(|key| spawn(rig.post("/held").key(key).answer()));
     rig.gate.entered(2).await;
     let refused = rig.post("/held").key("c").answer().await;
@@ -305,6 +306,7 @@ async fn no_more_run_than_the_policy_lets_run() {
     assert_eq!(refused.retry_after(), Some(1));
     assert_eq!(rig.db.state("c").await, None);
     assert_eq!(rig.post("/orders").json(&order("unprotected")).answer().await.status, 201);
+    done.assert_replayed_by(&rig.post("/orders").key("done").json(&order("done")).answer().await);
     rig.gate.open(3);
     for running in running {
         assert_eq!(running.await.unwrap().status, 201);

@@ -266,6 +266,18 @@ async fn a_right_that_was_taken_away_can_be_asked_for_again_before_a_replay() {
         first.assert_replayed_by(&post().header("x-role", "admin").answer().await);
         assert_eq!(rig.db.effects("submit").await, 2);
     }
+    // A hook that panics shows nothing, and the server goes on.
+    let panics = |_: &HttpRequest| panic!("no role to be found");
+    for policy in [Policy::new(), Policy::new().atomic()] {
+        let rig = Rig::builder().policy(policy.authorize_replay("It panics.", panics)).handler(submit).await;
+        let post = || rig.post("/x").user("a").key("x");
+        assert_eq!(post().answer().await.status, 201);
+        for _ in 0..2 {
+            let refused = post().answer().await;
+            assert_eq!((refused.status.as_u16(), refused.code().as_str()), (503, "outcome-unknown"));
+        }
+        assert_eq!(rig.db.effects("submit").await, 1);
+    }
     // Without the hook whoever is the principal gets the stored answer.
     let rig = Rig::builder().policy(Policy::new()).handler(submit).await;
     let first = rig.post("/x").user("a").key("x").header("x-role", "admin").answer().await;

@@ -31,6 +31,7 @@ mod inspector_browser;
 mod integration;
 mod interrupted;
 mod keys;
+mod looks;
 mod metrics;
 mod migrations;
 mod observe;
