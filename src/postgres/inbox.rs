@@ -39,9 +39,9 @@ statement! {
         "::text, current_setting('idle_in_transaction_session_timeout')), true) AS value FROM before), \
          mark AS (INSERT INTO idempotency_inbox (consumer, message_id, fingerprint, handled_at, expires_at) \
          SELECT ", (consumer: Text), ", m.id, m.fingerprint, t.now, t.now + ", (retention_ms: Nullable<BigInt>),
-        " * interval '1 millisecond' FROM patience CROSS JOIN (SELECT clock_timestamp() AS now) AS t CROSS JOIN unnest(",
-        (ids: Array<Text>), ", ", (fingerprints: Array<Nullable<Binary>>),
-        ") WITH ORDINALITY AS m (id, fingerprint, place) WHERE patience.value IS NOT NULL ORDER BY m.place \
+        " * interval '1 millisecond' FROM patience CROSS JOIN (SELECT clock_timestamp() AS now) AS t CROSS JOIN unnest((SELECT ",
+        (ids: Array<Text>), "), (SELECT ", (fingerprints: Array<Nullable<Binary>>),
+        ")) WITH ORDINALITY AS m (id, fingerprint, place) WHERE patience.value IS NOT NULL ORDER BY m.place \
          ON CONFLICT (consumer, message_id) DO NOTHING RETURNING message_id), \
          marked AS MATERIALIZED (SELECT coalesce(array_agg(m.message_id), '{}') AS ids, \
          coalesce(array_agg(a.attempts), '{}') AS attempts FROM mark AS m LEFT JOIN LATERAL (SELECT attempts \
@@ -77,7 +77,7 @@ statement! {
     struct Look { consumer: str, ids: &'a [&'a str] }
     returns (Text, Nullable<Binary>);
     [
-        "SELECT m.id, i.fingerprint FROM unnest(", (ids: Array<Text>), ") AS m (id) CROSS JOIN LATERAL \
+        "SELECT m.id, i.fingerprint FROM unnest((SELECT ", (ids: Array<Text>), ")) AS m (id) CROSS JOIN LATERAL \
          (SELECT fingerprint FROM idempotency_inbox WHERE consumer = ", (consumer: Text),
         " AND message_id = m.id LIMIT 1) AS i",
     ]
@@ -100,9 +100,9 @@ statement! {
     returns Bool;
     [
         "WITH marked AS MATERIALIZED (SELECT count((SELECT 1 FROM idempotency_inbox WHERE consumer = ",
-        (consumer: Text), " AND message_id = m.id)) = cardinality(", (ids: Array<Text>), ") AS are_all FROM unnest(",
-        (ids: Array<Text>), ") AS m (id)), \
-         failed AS MATERIALIZED (SELECT a.message_id FROM unnest(", (ids: Array<Text>), ") AS m (id) \
+        (consumer: Text), " AND message_id = m.id)) = cardinality(", (ids: Array<Text>), ") AS are_all FROM unnest((SELECT ",
+        (ids: Array<Text>), ")) AS m (id)), \
+         failed AS MATERIALIZED (SELECT a.message_id FROM unnest((SELECT ", (ids: Array<Text>), ")) AS m (id) \
          CROSS JOIN LATERAL (SELECT message_id FROM idempotency_inbox_attempts WHERE consumer = ", (consumer: Text),
         " AND message_id = m.id LIMIT 1 FOR UPDATE SKIP LOCKED) AS a), \
          done AS (DELETE FROM idempotency_inbox_attempts AS a USING failed, marked WHERE a.consumer = ",

@@ -36,6 +36,10 @@ pub type PgPool = diesel_async::pooled_connection::bb8::Pool<AsyncPgConnection>;
 ///
 /// The text must depend on nothing but the type: `QueryId` is what a connection finds its prepared
 /// statement by.
+///
+/// An array is unnested by way of a sub-select, `unnest((SELECT …))`, where the statement is hot: otherwise
+/// Postgres sees how few elements it has, reckons that a plan for so few beats one for any number, and
+/// plans anew each time.
 macro_rules! statement {
     (
         $(#[$meta:meta])*

@@ -37,6 +37,7 @@ mod migrations;
 mod observe;
 mod once;
 mod outbox;
+mod plans;
 mod pools;
 mod proof;
 mod proxy;
