@@ -5,6 +5,9 @@
 //! says what follows; [`decide`] is that table. A row that may be taken over is taken over by a third
 //! statement, pinned to the owner and state that were seen. Whoever loses a race starts again with a
 //! new statement, a bounded number of times.
+//!
+//! Most retries need none of this: the row of a key that this process has met is [looked at](look) before
+//! anything is claimed, and what it says is told.
 
 use std::{num::NonZeroU32, sync::Arc, time::Instant};
 
