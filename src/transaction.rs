@@ -21,7 +21,7 @@ use crate::{
     policy::Policy,
     postgres::{
         PgPool,
-        keys::Answer,
+        ending::Answer,
         transactions::{self, Session},
     },
     refusal::Code,

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     error::{Error, ErrorKind},
     policy::Policy,
-    postgres::{keys, row::Row},
+    postgres::{ending, keys, row::Row},
     scope::KeyId,
     snapshot::ResponseSnapshot,
     telemetry::{self, Event},
@@ -57,10 +57,10 @@ impl Engine {
             Ending::Complete(snapshot) => {
                 let parts = Parts::of(snapshot);
                 let answer = parts.answer(snapshot);
-                keys::complete(&mut conn, &id.0, &owner, &answer, patience).await?
+                ending::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
-            Ending::Hold => keys::hold(&mut conn, &id.0, &owner, patience).await?,
-            Ending::Release(status) => keys::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
+            Ending::Hold => ending::hold(&mut conn, &id.0, &owner, patience).await?,
+            Ending::Release(status) => ending::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
         };
         conn.give_back();
         Ok(ours)

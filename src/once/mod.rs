@@ -185,19 +185,20 @@ impl Once {
         let mut patience = Patience::new(&self.policy);
         let mut work = work;
         loop {
-            if self.engine.tasks.len() >= self.policy.max_running {
-                return Err(Code::Busy.into());
-            }
             patience.listen();
-            let ahead = match run.spawn(work).await? {
-                run::Turn::Done(outcome) => return Ok(outcome),
-                run::Turn::Outstanding(back, ahead) => {
-                    work = back;
-                    ahead
-                }
+            let told = match run.look().await {
+                Some(told) => told,
+                None if self.engine.tasks.len() >= self.policy.max_running => return Err(Code::Busy.into()),
+                None => match run.spawn(work).await? {
+                    run::Turn::Done(outcome) => return Ok(outcome),
+                    run::Turn::Told(back, told) => {
+                        work = back;
+                        told
+                    }
+                },
             };
-            if !patience.wait(&self.engine, run.ask().id, &self.policy).await {
-                return run.answered(Told::Outstanding(ahead));
+            if !matches!(told, Told::Outstanding(_)) || !patience.wait(&self.engine, run.ask().id, &self.policy).await {
+                return run.told(told);
             }
         }
     }

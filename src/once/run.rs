@@ -20,7 +20,7 @@ use crate::{
     refusal::Code,
     snapshot::ResponseSnapshot,
     telemetry::{self, Event},
-    told::{Ahead, Told},
+    told::Told,
 };
 
 /// Work that is to run under a key.
@@ -33,10 +33,10 @@ pub(crate) struct Run {
     began: Instant,
 }
 
-/// What came of one look at the key.
+/// What came of a claim.
 pub(super) enum Turn<T, F> {
     Done(Outcome<T>),
-    Outstanding(F, Ahead),
+    Told(F, Told),
 }
 
 impl Run {
@@ -47,6 +47,18 @@ impl Run {
 
     pub(super) fn ask(&self) -> &Ask {
         &self.ask
+    }
+
+    /// What is told without a claim.
+    pub(super) async fn look(&self) -> Option<Told> {
+        claim::look(&self.engine, &self.ask, &self.policy).instrument(self.span.clone()).await
+    }
+
+    /// The outcome for whom the work is not run.
+    pub(super) fn told<T: DeserializeOwned, E>(&self, told: Told) -> Result<Outcome<T>, OnceError<E>> {
+        let outcome = self.span.in_scope(|| self.answered(told));
+        self.report(&outcome);
+        outcome
     }
 
     /// From the claim on in a task of its own: whoever waits for it may go.
@@ -83,8 +95,7 @@ impl Run {
                     Err(error) => Err(error),
                 }
             }
-            Ok(Claim::Told(Told::Outstanding(ahead))) => return Ok(Turn::Outstanding(work, ahead)),
-            Ok(Claim::Told(told)) => self.answered(told),
+            Ok(Claim::Told(told)) => return Ok(Turn::Told(work, told)),
             Err(error) => {
                 telemetry::store_failed("work could not be claimed", &error);
                 Err(OnceError::Store(error))

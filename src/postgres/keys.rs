@@ -1,4 +1,4 @@
-//! The life of a row: claimed, renewed, completed or released, taken over.
+//! The life of a row until it ends: claimed, looked at, renewed, taken over.
 //!
 //! Only the database's clock decides. Every write after the claim is fenced (`id`, `owner`) and
 //! pinned (`state`): 0 rows is an answer, and says that somebody else was first. Nothing here waits
@@ -203,101 +203,6 @@ pub(crate) async fn take_over(
     .execute(conn)
     .await?;
     Ok(rows == 1)
-}
-
-/// What a completion stores.
-#[derive(Clone, Copy)]
-pub(crate) struct Answer<'a> {
-    pub(crate) status: i16,
-    pub(crate) header_names: &'a [&'a str],
-    pub(crate) header_values: &'a [&'a [u8]],
-    pub(crate) body: Option<&'a [u8]>,
-    pub(crate) snapshot_version: i16,
-}
-
-statement! {
-    struct Complete {
-        lock_timeout_ms: i64, id: [u8], owner: [u8], status: i16, header_names: &'a [&'a str],
-        header_values: &'a [&'a [u8]], body: Option<&'a [u8]>, body_omitted: bool, snapshot_version: i16,
-    }
-    [
-        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
-         UPDATE idempotency_keys SET state = 'completed', completed_at = greatest(created_at, clock_timestamp()), status = ",
-        (status: SmallInt), ", header_names = ", (header_names: Array<Text>), ", header_values = ",
-        (header_values: Array<Binary>), ", body = ", (body: Nullable<Binary>), ", body_omitted = ",
-        (body_omitted: Bool), ", snapshot_version = ", (snapshot_version: SmallInt),
-        " FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
-        " AND state = 'outstanding'",
-    ]
-}
-
-/// Whether the answer is stored; `false`: the lease was lost.
-pub(crate) async fn complete(
-    conn: &mut AsyncPgConnection,
-    id: &[u8],
-    owner: &[u8],
-    answer: &Answer<'_>,
-    lock_timeout_ms: i64,
-) -> QueryResult<bool> {
-    let rows = Complete {
-        lock_timeout_ms: &lock_timeout_ms,
-        id,
-        owner,
-        status: &answer.status,
-        header_names: &answer.header_names,
-        header_values: &answer.header_values,
-        body: &answer.body,
-        body_omitted: &answer.body.is_none(),
-        snapshot_version: &answer.snapshot_version,
-    }
-    .execute(conn)
-    .await?;
-    Ok(rows == 1)
-}
-
-statement! {
-    struct Release { lock_timeout_ms: i64, id: [u8], owner: [u8], status: Option<i16> }
-    [
-        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
-         UPDATE idempotency_keys SET state = 'released', \
-         leased_until = least(leased_until, clock_timestamp()), status = ",
-        (status: Nullable<SmallInt>),
-        " FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
-        " AND state = 'outstanding'",
-    ]
-}
-
-/// Whether the key is free again; `false`: the lease was lost, or the row is completed.
-pub(crate) async fn release(
-    conn: &mut AsyncPgConnection,
-    id: &[u8],
-    owner: &[u8],
-    status: Option<i16>,
-    lock_timeout_ms: i64,
-) -> QueryResult<bool> {
-    let rows = Release { lock_timeout_ms: &lock_timeout_ms, id, owner, status: &status }.execute(conn).await?;
-    Ok(rows == 1)
-}
-
-statement! {
-    struct Hold { lock_timeout_ms: i64, id: [u8], owner: [u8] }
-    [
-        "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
-         UPDATE idempotency_keys SET leased_until = \
-         coalesce(clock_timestamp() + (expires_at - created_at), 'infinity'::timestamptz) \
-         FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
-        " AND state = 'outstanding'",
-    ]
-}
-
-/// Whether the key now stays outstanding for its retention; `false`: the lease was lost.
-pub(crate) async fn hold(
-    conn: &mut AsyncPgConnection,
-    id: &[u8],
-    owner: &[u8],
-    lock_timeout_ms: i64,
-) -> QueryResult<bool> {
-    Ok(Hold { lock_timeout_ms: &lock_timeout_ms, id, owner }.execute(conn).await? == 1)
 }
 
 statement! {

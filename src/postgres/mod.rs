@@ -6,6 +6,7 @@
 
 pub(crate) mod decrement;
 pub(crate) mod duplicate;
+pub(crate) mod ending;
 pub(crate) mod gauges;
 pub(crate) mod guarded;
 pub(crate) mod inbox;

@@ -12,7 +12,8 @@ use diesel_async::{AnsiTransactionManager, AsyncConnection, RunQueryDsl, SimpleA
 
 use super::{
     AsyncPgConnection,
-    keys::{Answer, NewClaim},
+    ending::Answer,
+    keys::NewClaim,
     row::{ROW_COLUMNS, Row, RowColumns},
     statement,
 };
@@ -132,7 +133,7 @@ async fn prepare(conn: &AsyncPgConnection, session: &Session, lock_timeout_ms: i
 }
 
 statement! {
-    /// As [`complete`](super::keys::complete), in the transaction that bears the mark.
+    /// As [`complete`](super::ending::complete), in the transaction that bears the mark.
     struct CompleteWithin {
         id: [u8], owner: [u8], mark: str, status: i16, header_names: &'a [&'a str], header_values: &'a [&'a [u8]],
         body: Option<&'a [u8]>, body_omitted: bool, snapshot_version: i16,

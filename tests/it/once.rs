@@ -289,6 +289,16 @@ async fn whoever_loses_interest_does_not_stop_the_work() {
     assert_eq!(desk.db.effects("a").await, 1);
 }
 
+#[actix_web::test]
+async fn a_stored_result_is_told_while_the_pool_is_used_up() {
+    let desk = Desk::open().await;
+    assert!(matches!(desk.book("a").await, Ok(Outcome::Ran(_))));
+    let users = join_all((0..5).map(|_| desk.pool.get())).await;
+    eventually("it is told", async || matches!(desk.book("a").await, Ok(Outcome::Replayed(_)))).await;
+    assert!(users.iter().all(Result::is_ok));
+    assert_eq!(desk.db.effects("a").await, 1);
+}
+
 /// Wherever its task is dropped: the work may be done twice, its result is stored once.
 #[actix_web::test]
 async fn a_task_that_is_dropped_anywhere_leaves_a_key_that_can_be_used() {

@@ -8,7 +8,7 @@ use std::{
 use actix_idempotency::{PgPool, PoolBuilder, migrations};
 use diesel::{
     QueryableByName,
-    sql_types::{BigInt, Bool, Nullable, Text},
+    sql_types::{BigInt, Bool, Integer, Nullable, Text},
 };
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl, SimpleAsyncConnection};
 
@@ -242,6 +242,11 @@ impl Db {
     pub async fn state(&self, key: &str) -> Option<String> {
         self.text(&format!("SELECT state AS value FROM idempotency_keys WHERE key = '{key}'")).await
     }
+}
+
+/// The process of the server that serves this connection.
+pub async fn backend(conn: &mut AsyncPgConnection) -> i32 {
+    diesel::select(diesel::dsl::sql::<Integer>("pg_backend_pid()")).get_result(conn).await.unwrap()
 }
 
 /// Every connection that a pool of this size may have can be had at once, and none is inside a
