@@ -186,7 +186,6 @@ impl<'a> Attempt<'a> {
     }
 
     async fn insert(&self, conn: &mut Checkout) -> Result<Inserted, Error> {
-        let began = Instant::now();
         let columns = Columns::of(self.ask);
         match keys::insert(conn, &self.new_claim(&columns)).await.map_err(Error::from) {
             Ok(true) => {
@@ -195,10 +194,7 @@ impl<'a> Attempt<'a> {
             }
             Ok(false) => Ok(Inserted::Conflict),
             Err(error) if error.kind() == ErrorKind::Serialization => Ok(Inserted::Conflict),
-            // lock_timeout: the driver does not tell its SQLSTATE, and the text may be in any language.
-            Err(error) if error.kind() == ErrorKind::Database && began.elapsed() >= self.policy.lock_timeout() => {
-                Ok(Inserted::WaitedInVain)
-            }
+            Err(error) if error.kind() == ErrorKind::LockTimeout => Ok(Inserted::WaitedInVain),
             Err(error) => Err(error),
         }
     }

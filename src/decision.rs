@@ -65,7 +65,7 @@ pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8], on_comp
     let comparable = fingerprint.by(&row.recipe).filter(|_| row.recipe_version == RECIPE_VERSION);
     let same = comparable.is_some_and(|digest| row.fingerprint == digest);
     let comparable = comparable.is_some();
-    let nothing_done = row.status.is_some_and(|status| status < 500);
+    let nothing_done = row.status.is_some_and(|status| status < 500) && !row.acted;
     match row.state.as_str() {
         "completed" if on_completed == OnCompleted::RunAgain => Decision::TakeOver(How::Again),
         "completed" if same => Decision::Replay,

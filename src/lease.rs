@@ -1,6 +1,13 @@
 //! A claim that is held, and how it ends.
 
-use std::{fmt, sync::Arc, time::Instant};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
 
 use actix_web::http::StatusCode;
 
@@ -27,10 +34,26 @@ pub(crate) struct Lease {
     pub(crate) fingerprint: [u8; 32],
     /// Whether the claim survives a crash of the database already.
     pub(crate) is_durable: bool,
+    pub(crate) acted: Acted,
     policy: Arc<Policy>,
     engine: Arc<Engine>,
     /// What is left to do when it is dropped.
     ending: Option<Ending>,
+}
+
+/// Whether an attempt has done what a ROLLBACK does not undo: from then on its effects are unknown, whatever it
+/// answers. Shared with the handler's key.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Acted(Arc<AtomicBool>);
+
+impl Acted {
+    pub(crate) fn set(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    fn get(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 /// What became of an ending.
@@ -58,9 +81,10 @@ impl Lease {
             attempt: 1,
             seed,
             is_durable: policy.durable_claims,
+            acted: Acted::default(),
             policy: Arc::clone(policy),
             engine: Arc::clone(engine),
-            ending: Some(Ending::Release(None)),
+            ending: Some(Ending::Release { status: None, acted: false }),
         }
     }
 
@@ -98,7 +122,7 @@ impl Lease {
     /// The handler is about to run: dropped from now on, the attempt has failed.
     pub(crate) fn start(&mut self, failed: Return) {
         self.ending = match failed {
-            Return::Release => Some(Ending::Release(None)),
+            Return::Release => Some(Ending::Release { status: None, acted: false }),
             Return::HoldLease => None,
             Return::HoldRetention => Some(Ending::Hold),
         };
@@ -110,7 +134,8 @@ impl Lease {
             Return::Release => {
                 telemetry::event(Event::Released, &self.id);
                 failpoint::reach("before-release");
-                let ended = self.end(Ending::Release(Some(status))).await;
+                let acted = self.acted.get();
+                let ended = self.end(Ending::Release { status: Some(status), acted }).await;
                 failpoint::reach("after-release");
                 ended
             }
@@ -138,7 +163,9 @@ impl Lease {
             }
             // Its writes are there, its answer is not: they must not be made again.
             Commit::EndedByHandler => self.refuse_for_good().await,
+            // Its handler was sure of its success.
             Commit::RolledBack(code) => {
+                self.acted.set();
                 let how = self.policy.without_answer();
                 match self.give_back(code.status(), how).await {
                     Ended::Lost => Ended::Lost,
@@ -153,7 +180,7 @@ impl Lease {
     async fn resolve(mut self, code: Code) -> Ended {
         let ending = match self.policy.without_answer() {
             Return::HoldRetention => Ending::Hold,
-            Return::HoldLease | Return::Release => Ending::Release(Some(code.status())),
+            Return::HoldLease | Return::Release => Ending::Release { status: Some(code.status()), acted: true },
         };
         let ended = self.engine.end(self.id, self.owner, &ending, &self.policy).await;
         let row = match ended {
@@ -225,6 +252,10 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         match self.ending.take() {
+            Some(Ending::Release { status, .. }) => {
+                let ending = Ending::Release { status, acted: self.acted.get() };
+                self.engine.end_later(self.id, self.owner, ending, Arc::clone(&self.policy));
+            }
             Some(ending) => self.engine.end_later(self.id, self.owner, ending, Arc::clone(&self.policy)),
             None => self.engine.leases.let_go(self.id, self.owner),
         }

@@ -81,7 +81,14 @@ enum Course {
 }
 
 /// An error leaves no writes behind; a success commits them, or contradicts itself.
-fn judge(status: StatusCode, verdict: Verdict, used: Used, completed: Option<ResponseSnapshot>) -> Course {
+/// `failed`: what becomes of the key where the handler's answer is not what is told.
+fn judge(
+    status: StatusCode,
+    verdict: Verdict,
+    used: Used,
+    completed: Option<ResponseSnapshot>,
+    failed: Return,
+) -> Course {
     let success = status.as_u16() < 400;
     let body = verdict != Verdict::KeepWithoutBody;
     let (was_used, transaction) = match used {
@@ -89,6 +96,11 @@ fn judge(status: StatusCode, verdict: Verdict, used: Used, completed: Option<Res
         Used::Failed(code, transaction) => {
             let instead = success.then_some(code);
             return Course::GiveBack { transaction, how: Return::Release, instead };
+        }
+        // Whatever the handler has made of it: with a transaction that begins anew it may go well.
+        Used::Back(transaction) if completed.is_none() && transaction.has_lost_a_race() => {
+            let how = if let Verdict::Back(how) = verdict { how } else { failed };
+            return Course::GiveBack { transaction: Some(transaction), how, instead: Some(Code::Serialization) };
         }
         Used::Back(transaction) => (true, Some(transaction)),
         Used::Not(transaction) => (false, transaction),
@@ -128,7 +140,7 @@ impl Case {
         if let (Hold::Atomic(_), Used::Not(Some(_)), true) = (&hold, &used, status.as_u16() < 400) {
             telemetry::event(Event::AtomicWithoutTx, &self.ask.id);
         }
-        match judge(status, verdict, used, key.completed()) {
+        match judge(status, verdict, used, key.completed(), self.policy.without_answer()) {
             Course::Keep { transaction, body } => self.keep(hold, transaction, response, body).await,
             Course::RollBackAndKeep { transaction, body } => {
                 self.roll_back(transaction).await;
@@ -138,7 +150,12 @@ impl Case {
                 self.roll_back(transaction).await;
                 let response = match instead {
                     None => response.map_into_left_body(),
-                    Some(code) => self.refusal(code.into()).map_into_right_body(),
+                    Some(code) => {
+                        if status.as_u16() < 400 {
+                            key.has_acted();
+                        }
+                        self.refusal(code.into()).map_into_right_body()
+                    }
                 };
                 self.give_back(hold, how, response).await
             }
@@ -278,6 +295,10 @@ pub(crate) async fn settle_keyless<B>(
     let success = response.status().as_u16() < 400;
     let code = match slot.close() {
         Used::Not(_) => return response.map_into_left_body(),
+        Used::Back(transaction) if transaction.has_lost_a_race() => {
+            transaction.rollback(policy).await;
+            Code::Serialization
+        }
         Used::Back(transaction) if success => {
             match transaction.commit_after(policy, async |tx| tx.is_ours().await).await {
                 Commit::Done => return response.map_into_left_body(),

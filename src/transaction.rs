@@ -4,10 +4,9 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{Arc, Mutex, PoisonError, Weak},
-    time::Instant,
 };
 
-use diesel_async::AsyncPgConnection;
+use diesel_async::{AsyncPgConnection, pooled_connection::PoolableConnection};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::{
@@ -23,6 +22,7 @@ use crate::{
         PgPool,
         ending::Answer,
         transactions::{self, Session},
+        witness::{self, Seen, SqlState},
     },
     refusal::Code,
     snapshot::{ResponseSnapshot, SNAPSHOT_VERSION},
@@ -79,6 +79,8 @@ pub(crate) struct Transaction {
     _permit: OwnedSemaphorePermit,
     mark: String,
     session: Arc<Session>,
+    /// `None` on a connection that nobody reads along.
+    seen: Option<Arc<Seen>>,
 }
 
 impl Transaction {
@@ -92,7 +94,8 @@ impl Transaction {
             let idle = millis(policy.idle_in_transaction);
             failpoint::reach("before-begin");
             transactions::begin(&mut conn, policy.isolation.sql(), idle, &mark).await?;
-            Ok(Self { conn: Box::new(conn), _permit: permit, mark, session })
+            let seen = witness::of(&mut conn);
+            Ok(Self { conn: Box::new(conn), _permit: permit, mark, session, seen })
         })
         .await
     }
@@ -131,6 +134,16 @@ impl Transaction {
         transactions::depth(&mut self.conn) == Some(1)
     }
 
+    /// Whether another transaction was first, so that this one can only be rolled back, whatever the handler has
+    /// made of that.
+    pub(crate) fn has_lost_a_race(&self) -> bool {
+        self.aborted_by().is_some_and(SqlState::is_lost_race)
+    }
+
+    fn aborted_by(&self) -> Option<SqlState> {
+        self.seen.as_ref().and_then(|seen| seen.aborted_by())
+    }
+
     /// Stores the answer of a claim in this transaction. `false`: the lease was lost, or the handler
     /// has ended the transaction by itself.
     pub(crate) async fn complete(
@@ -161,14 +174,23 @@ impl Transaction {
             return Commit::RolledBack(Code::TransactionMisused);
         }
         failpoint::reach("before-complete");
-        let began = Instant::now();
+        if let Some(code) = self.aborted_by() {
+            self.rollback(policy).await;
+            return Commit::RolledBack(if code.is_lost_race() {
+                Code::Serialization
+            } else {
+                Code::TransactionAborted
+            });
+        }
         match in_time(policy.store_timeout, last(&self)).await {
             Ok(true) => {}
             Ok(false) => return self.explain(policy).await,
             Err(error) => {
-                // lock_timeout, whose SQLSTATE the driver does not tell: somebody is busy with the key.
-                let waited = error.kind() == ErrorKind::Database && began.elapsed() >= policy.lock_timeout();
-                let code = if waited { Code::Outstanding } else { code_of(&error) };
+                let code = match code_of(&error) {
+                    // It was not the handler that broke it.
+                    Code::TransactionAborted if self.seen.is_some() => Code::StoreUnavailable,
+                    code => code,
+                };
                 telemetry::store_failed("a transaction failed before its COMMIT", &error);
                 self.rollback(policy).await;
                 return Commit::RolledBack(code);
@@ -184,9 +206,19 @@ impl Transaction {
             }
             Err(error) => {
                 telemetry::store_failed("a COMMIT failed", &error);
-                Commit::InDoubt(code_of(&error))
+                Commit::InDoubt(match code_of(&error) {
+                    Code::TransactionAborted if self.is_the_servers_fault() => Code::StoreUnavailable,
+                    code => code,
+                })
             }
         }
+    }
+
+    /// Whether the last failure was not about what the transaction does: the server may have ended the connection
+    /// in the midst of it, and said so as if the statement had failed.
+    fn is_the_servers_fault(&mut self) -> bool {
+        let failed = self.seen.as_ref().and_then(|seen| seen.failed());
+        self.conn.is_broken() || failed.is_some_and(SqlState::is_the_servers)
     }
 
     /// Why the last statement changed nothing.
@@ -242,6 +274,8 @@ pub(crate) enum Commit {
 pub(crate) fn code_of(error: &Error) -> Code {
     match error.kind() {
         ErrorKind::Serialization => Code::Serialization,
+        // Somebody is busy with the key.
+        ErrorKind::LockTimeout => Code::Outstanding,
         ErrorKind::Constraint => Code::ConstraintViolated,
         ErrorKind::Connection | ErrorKind::Timeout | ErrorKind::ReadOnly => Code::StoreUnavailable,
         _ => Code::TransactionAborted,

@@ -16,10 +16,10 @@ use diesel_async::AsyncPgConnection;
 use serde::Serialize;
 
 use crate::{
-    error::{code_of, refuse},
+    error::{code_of, refuse, words::is_lost_race},
     postgres::{
         duplicate::{AndOn, InsertNew, On, Unique},
-        guarded::{self, Look, Piece, Returns, TRIES, is_serialization},
+        guarded::{self, Look, Piece, Returns, TRIES},
     },
     refusal::{Code, Refusal},
     version::{Race, Retryable},
@@ -232,7 +232,7 @@ impl std::error::Error for InsertError {
 
 impl From<QueryError> for InsertError {
     fn from(error: QueryError) -> Self {
-        if is_serialization(&error) { Self::Serialization } else { Self::Query(error) }
+        if is_lost_race(&error) { Self::Serialization } else { Self::Query(error) }
     }
 }
 

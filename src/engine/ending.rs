@@ -26,13 +26,17 @@ use crate::{
     transaction::Parts,
 };
 
-/// How often a statement that the database refuses (rather than fails to answer) is sent again.
+/// How often a statement is sent again that can never succeed, and one that lost a race at once.
 const REFUSALS: u32 = 3;
 
 #[derive(Debug, Clone)]
 pub(crate) enum Ending {
     Complete(ResponseSnapshot),
-    Release(Option<StatusCode>),
+    /// With what the attempt has answered, and whether it has done what a ROLLBACK does not undo.
+    Release {
+        status: Option<StatusCode>,
+        acted: bool,
+    },
     /// Nobody is to try again for the retention of the key.
     Hold,
 }
@@ -60,7 +64,9 @@ impl Engine {
                 ending::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
             Ending::Hold => ending::hold(&mut conn, &id.0, &owner, patience).await?,
-            Ending::Release(status) => ending::release(&mut conn, &id.0, &owner, status.map(stored), patience).await?,
+            Ending::Release { status, acted } => {
+                ending::release(&mut conn, &id.0, &owner, status.map(stored), *acted, patience).await?
+            }
         };
         conn.give_back();
         Ok(ours)
@@ -103,7 +109,7 @@ impl Engine {
                 Ok(false) => {
                     let is_settled = self.is_settled(id, owner, policy).await;
                     // A claim that was given up before it was acknowledged may still be on its way.
-                    let may_arrive = matches!(ending, Ending::Release(None)) && Instant::now() < arrives;
+                    let may_arrive = matches!(ending, Ending::Release { status: None, .. }) && Instant::now() < arrives;
                     if is_settled || !may_arrive {
                         let event = if is_settled { Event::EndedLate } else { Event::CompletionLost };
                         return telemetry::event(event, &id);
@@ -116,7 +122,7 @@ impl Engine {
                 }
             }
             match &ending {
-                Ending::Release(_) | Ending::Hold if Instant::now() >= lapses => return,
+                Ending::Release { .. } | Ending::Hold if Instant::now() >= lapses => return,
                 Ending::Complete(snapshot) if refusals == REFUSALS && snapshot.body().is_some() => {
                     ending = Ending::Complete(snapshot.without_body());
                     refusals = 0;

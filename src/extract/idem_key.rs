@@ -19,7 +19,7 @@ use crate::{
     engine::{Engine, leases::Owner},
     error::{Error, ErrorKind},
     key::IdempotencyKey,
-    lease::Lease,
+    lease::{Acted, Lease},
     policy::{OnFailure, Policy, Return},
     postgres::transactions,
     refusal::{Code, Refusal},
@@ -75,6 +75,7 @@ pub(super) struct Held {
     /// Of the first attempt, however its digest was made.
     fingerprint: [u8; 32],
     is_durable: bool,
+    pub(super) acted: Acted,
     /// The names of the steps that this attempt has come to.
     pub(super) steps: Steps,
 }
@@ -108,6 +109,7 @@ impl IdemKey {
             seed: lease.seed,
             fingerprint: lease.fingerprint,
             is_durable: lease.is_durable,
+            acted: lease.acted.clone(),
             steps: Steps::default(),
         };
         Self::new(ask, lease.attempt.unsigned_abs(), Some(held))
@@ -164,6 +166,7 @@ impl IdemKey {
         let Some(held) = &self.0.held else {
             panic!("IdemKey::derive is for effects outside the database, and Policy::atomic() is for handlers without");
         };
+        held.acted.set();
         let mut digest = Digest::new("actix-idempotency derive 1");
         digest.part(held.seed).part(held.fingerprint).part(name);
         hex::encode(digest.finish())
@@ -224,6 +227,11 @@ impl IdemKey {
                 Err(Code::TransactionAborted.into())
             }
         }
+    }
+
+    /// The handler was sure of its success, and gets another answer.
+    pub(crate) fn has_acted(&self) {
+        self.0.held.iter().for_each(|held| held.acted.set());
     }
 
     /// What [`complete_in`](Self::complete_in) has stored, if that transaction was committed.

@@ -116,6 +116,7 @@ impl IdemKey {
             let result = stored.ok_or(StepError::Omitted)?;
             return serde_json::from_slice(&result).map_err(|_| StepError::Shape);
         }
+        held.acted.set();
         failpoint::reach("before-step");
         let value = work().await.map_err(StepError::Failed)?;
         entered.done = true;

@@ -7,8 +7,7 @@ use diesel::result::Error as QueryError;
 
 use super::InvalidMessageId;
 use crate::{
-    error::{code_of, refuse},
-    postgres::guarded::{is_deadlock, is_serialization},
+    error::{code_of, refuse, words::is_lost_race},
     refusal::{Code, Refusal},
     telemetry,
     version::{Race, Retryable},
@@ -81,7 +80,7 @@ impl From<InvalidMessageId> for InboxError {
 
 impl From<QueryError> for InboxError {
     fn from(error: QueryError) -> Self {
-        if is_serialization(&error) || is_deadlock(&error) { Self::Serialization } else { Self::Query(error) }
+        if is_lost_race(&error) { Self::Serialization } else { Self::Query(error) }
     }
 }
 

@@ -11,9 +11,10 @@ use futures_util::FutureExt as _;
 
 use super::{HandleError, Inbox, InboxError, Message};
 use crate::{
+    error::words::{is_lock_timeout, is_lost_race},
     failpoint,
     postgres::{
-        guarded::{TRIES, is_in_transaction, is_lock_timeout, is_serialization},
+        guarded::{TRIES, is_in_transaction},
         inbox, savepoint,
         transactions::depth,
     },
@@ -213,7 +214,7 @@ impl Inbox {
             };
             match counted.await {
                 Ok(attempts) => return u32::try_from(attempts).ok(),
-                Err(error) if is_serialization(&error) && !is_nested => {}
+                Err(error) if is_lost_race(&error) && !is_nested => {}
                 Err(error) => {
                     telemetry::store_failed("a failed attempt at a message could not be counted", &error.into());
                     return None;

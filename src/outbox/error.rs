@@ -9,7 +9,6 @@ use super::MAX_PAYLOAD_LENGTH;
 use crate::{
     error::{code_of, refuse},
     inbox::InvalidMessageId,
-    postgres::guarded::is_serialization,
     refusal::{Code, Refusal},
     telemetry,
     version::{Race, Retryable},
@@ -88,7 +87,6 @@ impl OutboxError {
         match self {
             Self::InvalidName(_) | Self::PayloadTooLarge | Self::NoTransaction => Code::Misconfigured,
             Self::KeyBusy => Code::Serialization,
-            Self::Query(error) if is_serialization(error) => Code::Serialization,
             Self::Query(error) => code_of(error),
         }
     }

@@ -60,12 +60,12 @@ pub(crate) async fn complete(
 }
 
 statement! {
-    struct Release { lock_timeout_ms: i64, id: [u8], owner: [u8], status: Option<i16> }
+    struct Release { lock_timeout_ms: i64, id: [u8], owner: [u8], status: Option<i16>, acted: bool }
     [
         "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
          UPDATE idempotency_keys SET state = 'released', \
          leased_until = least(leased_until, clock_timestamp()), status = ",
-        (status: Nullable<SmallInt>),
+        (status: Nullable<SmallInt>), ", acted = acted OR ", (acted: Bool),
         " FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
         " AND state = 'outstanding'",
     ]
@@ -77,9 +77,11 @@ pub(crate) async fn release(
     id: &[u8],
     owner: &[u8],
     status: Option<i16>,
+    acted: bool,
     lock_timeout_ms: i64,
 ) -> QueryResult<bool> {
-    let rows = Release { lock_timeout_ms: &lock_timeout_ms, id, owner, status: &status }.execute(conn).await?;
+    let rows =
+        Release { lock_timeout_ms: &lock_timeout_ms, id, owner, status: &status, acted: &acted }.execute(conn).await?;
     Ok(rows == 1)
 }
 

@@ -13,10 +13,11 @@ use diesel::{
     pg::Pg,
     query_builder::{AstPass, Query, QueryFragment, QueryId},
     query_dsl::CompatibleType,
-    result::{DatabaseErrorKind, Error as QueryError},
 };
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl, TransactionManager};
 use futures_util::{FutureExt, future::BoxFuture};
+
+use crate::error::words::is_lost_race;
 
 /// A piece of SQL.
 pub trait Piece: QueryFragment<Pg> + Send + Sync {}
@@ -162,7 +163,7 @@ where
 {
     for _ in 1..TRIES {
         match R::load(query, conn).await {
-            Err(error) if is_serialization(&error) && !is_in_transaction(conn) => {}
+            Err(error) if is_lost_race(&error) && !is_in_transaction(conn) => {}
             rows => return Ok(rows?.into_iter().next()),
         }
     }
@@ -174,19 +175,4 @@ type Manager = <AsyncPgConnection as AsyncConnection>::TransactionManager;
 pub(crate) fn is_in_transaction(conn: &mut AsyncPgConnection) -> bool {
     // An error means a broken transaction, which is one.
     Manager::transaction_manager_status_mut(conn).transaction_depth().map_or(true, |depth| depth.is_some())
-}
-
-pub(crate) fn is_serialization(error: &QueryError) -> bool {
-    matches!(error, QueryError::DatabaseError(DatabaseErrorKind::SerializationFailure, _))
-}
-
-/// 40P01 has no kind in diesel-async: it is known by its words, which are English unless `lc_messages`
-/// says otherwise.
-pub(crate) fn is_deadlock(error: &QueryError) -> bool {
-    matches!(error, QueryError::DatabaseError(DatabaseErrorKind::Unknown, info) if info.message() == "deadlock detected")
-}
-
-/// 55P03, likewise: somebody held a lock for longer than `lock_timeout`.
-pub(crate) fn is_lock_timeout(error: &QueryError) -> bool {
-    matches!(error, QueryError::DatabaseError(DatabaseErrorKind::Unknown, info) if info.message().ends_with("due to lock timeout"))
 }

@@ -158,7 +158,7 @@ statement! {
         " * interval '1 millisecond', CASE WHEN ", (retention_ms: Nullable<BigInt>), " IS NOT NULL THEN \
          timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' END) ELSE expires_at END, \
          request_id = CASE WHEN ", (anew: Bool), " THEN ", (request_id: Nullable<Text>),
-        " ELSE k.request_id END, completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
+        " ELSE k.request_id END, acted = k.acted AND NOT ", (anew: Bool), ", completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
          body_omitted = false, snapshot_version = NULL \
          FROM seen WHERE k.id = seen.id AND k.owner = ", (seen_owner: Binary), " AND k.state = ", (seen_state: Text),
     ]

@@ -24,6 +24,7 @@ pub(crate) mod tables;
 pub(crate) mod transactions;
 pub(crate) mod transition;
 pub(crate) mod version;
+pub(crate) mod witness;
 
 pub(crate) use diesel_async::AsyncPgConnection;
 

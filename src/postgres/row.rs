@@ -3,7 +3,7 @@
 use diesel::{
     Queryable, deserialize,
     pg::{Pg, data_types::PgTimestamp},
-    sql_types::{Array, Binary, Integer, Nullable, SmallInt, Text, Timestamptz},
+    sql_types::{Array, Binary, Bool, Integer, Nullable, SmallInt, Text, Timestamptz},
 };
 
 /// A row as a claim sees it.
@@ -20,6 +20,8 @@ pub(crate) struct Row {
     pub(crate) lease_left_ms: i64,
     pub(crate) expired: bool,
     pub(crate) status: Option<i16>,
+    /// An attempt that gave the key back has done what a ROLLBACK does not undo.
+    pub(crate) acted: bool,
     pub(crate) header_names: Option<Vec<String>>,
     pub(crate) header_values: Option<Vec<Vec<u8>>>,
     pub(crate) body: Option<Vec<u8>>,
@@ -41,6 +43,7 @@ pub(crate) type RowColumns = (
     Integer,
     Binary,
     Nullable<SmallInt>,
+    Bool,
     Nullable<Array<Text>>,
     Nullable<Array<Binary>>,
     Nullable<Binary>,
@@ -50,21 +53,21 @@ pub(crate) type RowColumns = (
 );
 
 pub(crate) const ROW_COLUMNS: &str = "k.fingerprint, k.recipe, k.recipe_version, k.state, k.owner, k.attempt, k.seed, \
-     k.status, k.header_names, k.header_values, k.body, k.snapshot_version, k.request_id, k.created_at, k.leased_until, \
+     k.status, k.acted, k.header_names, k.header_values, k.body, k.snapshot_version, k.request_id, k.created_at, k.leased_until, \
      k.completed_at, k.expires_at, clock_timestamp()";
 
 impl Queryable<RowColumns, Pg> for Row {
     #[rustfmt::skip]
     type Row = (
-        Vec<u8>, Vec<u8>, i16, String, Vec<u8>, i32, Vec<u8>, Option<i16>, Option<Vec<String>>, Option<Vec<Vec<u8>>>,
-        Option<Vec<u8>>, Option<i16>, Option<String>,
+        Vec<u8>, Vec<u8>, i16, String, Vec<u8>, i32, Vec<u8>, Option<i16>, bool, Option<Vec<String>>,
+        Option<Vec<Vec<u8>>>, Option<Vec<u8>>, Option<i16>, Option<String>,
         (PgTimestamp, PgTimestamp, Option<PgTimestamp>, Option<PgTimestamp>, PgTimestamp),
     );
 
     fn build(row: Self::Row) -> deserialize::Result<Self> {
         #[rustfmt::skip]
         let (
-            fingerprint, recipe, recipe_version, state, owner, attempt, seed, status, header_names, header_values,
+            fingerprint, recipe, recipe_version, state, owner, attempt, seed, status, acted, header_names, header_values,
             body, snapshot_version, request_id, (created_at, leased_until, completed_at, expires_at, now),
         ) = row;
         // Microseconds; infinity is the largest number there is, and stays so.
@@ -85,6 +88,7 @@ impl Queryable<RowColumns, Pg> for Row {
             attempt,
             seed,
             status,
+            acted,
             header_names,
             header_values,
             body,

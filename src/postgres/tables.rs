@@ -20,11 +20,7 @@ pub(crate) struct Expected {
 
 /// Those of this crate. The first one is checked before, and is an error where it cannot be used.
 pub(crate) const EXPECTED: [Expected; 5] = [
-    Expected {
-        name: "idempotency_keys",
-        mark: "idempotency_keys_request_id_check",
-        needs: "SELECT INSERT UPDATE DELETE",
-    },
+    Expected { name: "idempotency_keys", mark: "idempotency_keys_acted_check", needs: "SELECT INSERT UPDATE DELETE" },
     Expected { name: "idempotency_steps", mark: "idempotency_steps_name_check", needs: "SELECT INSERT UPDATE" },
     Expected { name: "idempotency_inbox", mark: "idempotency_inbox_times_check", needs: "SELECT INSERT UPDATE DELETE" },
     Expected {

@@ -279,7 +279,7 @@ statement! {
          leased_until = excluded.leased_until, completed_at = excluded.completed_at, \
          expires_at = excluded.expires_at, status = excluded.status, header_names = excluded.header_names, \
          header_values = excluded.header_values, body = excluded.body, body_omitted = excluded.body_omitted, \
-         snapshot_version = excluded.snapshot_version, request_id = excluded.request_id \
+         snapshot_version = excluded.snapshot_version, request_id = excluded.request_id, acted = excluded.acted \
          WHERE k.owner = ", (seen_owner: Nullable<Binary>), " AND k.state = ", (seen_state: Nullable<Text>),
     ]
 }

@@ -14,6 +14,7 @@ use diesel_async::AsyncPgConnection;
 
 use super::{Machine, State, Transition, TransitionError, UnknownState};
 use crate::{
+    error::words::is_lost_race,
     postgres::{
         guarded::{self, Both, Look, Piece, Returns, TRIES, Update},
         savepoint,
@@ -240,7 +241,7 @@ where
             match moved {
                 Ok(Some(row)) => return Ok(Transition::Applied(row)),
                 // Another transaction was first: nothing was done, and a new one sees what it did.
-                Err(error) if guarded::is_serialization(&error) && !is_nested && !last => continue,
+                Err(error) if is_lost_race(&error) && !is_nested && !last => continue,
                 Err(error) => return Err(error.into()),
                 Ok(None) => {}
             }

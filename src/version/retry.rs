@@ -9,11 +9,9 @@ use diesel_async::AsyncPgConnection;
 use super::{BatchError, Expected, VersionError};
 use crate::{
     duplicate::{DuplicateError, InsertError},
+    error::words::is_lost_race,
     guarded::GuardedError,
-    postgres::{
-        guarded::{is_deadlock, is_in_transaction, is_serialization},
-        savepoint,
-    },
+    postgres::{guarded::is_in_transaction, savepoint},
 };
 
 /// How often [`Retry`] tries: five times. Who loses five times in a row to others writes to a row that
@@ -163,10 +161,6 @@ pub enum Race {
 }
 
 /// An error that tells whether another attempt may end otherwise.
-///
-/// 40P01, a deadlock, has no kind in diesel-async. It is recognised by the server's words, `deadlock
-/// detected`; a server with other `lc_messages` than English says it otherwise, and a deadlock is not retried
-/// there.
 pub trait Retryable {
     /// The race that was lost, if that is what happened.
     fn lost_race(&self) -> Option<Race>;
@@ -177,7 +171,7 @@ pub trait Retryable {
 
 impl Retryable for QueryError {
     fn lost_race(&self) -> Option<Race> {
-        (is_serialization(self) || is_deadlock(self)).then_some(Race::Transaction)
+        is_lost_race(self).then_some(Race::Transaction)
     }
 
     fn failed(error: QueryError) -> Self {

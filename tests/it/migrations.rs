@@ -205,6 +205,7 @@ fn row(state: &str) -> Vec<(&'static str, String)> {
         ("body_omitted", "false"),
         ("snapshot_version", "NULL"),
         ("request_id", "NULL"),
+        ("acted", "false"),
     ]
     .map(|(column, value)| (column, value.to_owned()))
     .into();
@@ -257,6 +258,8 @@ async fn the_table_states_its_own_rules() {
         ("outstanding", vec![("key", text(255)), ("resource", text(255)), ("tenant", text(255))]),
         ("released", vec![]),
         ("released", vec![("status", "NULL".to_owned())]),
+        ("released", vec![("acted", "true".to_owned())]),
+        ("outstanding", vec![("acted", "true".to_owned()), ("attempt", "2".to_owned())]),
         ("completed", vec![]),
         ("completed", vec![("body", "''".to_owned())]),
         ("completed", vec![("body", "NULL".to_owned()), ("body_omitted", "true".to_owned())]),
@@ -290,6 +293,7 @@ async fn the_table_states_its_own_rules() {
         ("outstanding", "state", "'expired'", "state_check"),
         ("outstanding", "owner", "'short'", "owner_check"),
         ("outstanding", "attempt", "0", "attempt_check"),
+        ("outstanding", "acted", "true", "acted_check"),
         ("outstanding", "seed", "'short'", "seed_check"),
         ("released", "status", "99", "status_check"),
         ("released", "status", "1000", "status_check"),
@@ -422,7 +426,7 @@ async fn the_check_names_what_is_wrong_with_the_table() {
     check(&role.url).await.unwrap();
 
     // Of the version before: what it has stored is still there.
-    db.run("ALTER TABLE idempotency_keys DROP COLUMN request_id").await;
+    db.run("ALTER TABLE idempotency_keys DROP COLUMN acted").await;
     says(check(&db.url).await, ErrorKind::Schema, &["older version", "migrations"]);
     db.run("ALTER TABLE idempotency_keys DROP COLUMN seed").await;
     says(check(&db.url).await, ErrorKind::Schema, &["other columns", "migrations::run"]);

@@ -13,11 +13,20 @@ pub struct Cluster {
     port: u16,
     bin: PathBuf,
     user: String,
+    language: String,
 }
+
+/// Those that a server of Debian's speaks.
+pub const LANGUAGES: [&str; 12] = ["en", "de", "es", "fr", "it", "ja", "ka", "ko", "ru", "sv", "uk", "zh_CN"];
 
 impl Cluster {
     /// A server with these settings on top of its defaults, `name = value` each.
     pub fn start(settings: &[&str]) -> Self {
+        Self::speaking("en", settings)
+    }
+
+    /// One that says what it has to say in this language, where it can.
+    pub fn speaking(language: &str, settings: &[&str]) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let bin = env::var("POSTGRES_BIN").expect("POSTGRES_BIN is not set: run the tests by ./with-postgres");
         let user = env::var("POSTGRES_OS_USER").unwrap_or_default();
@@ -26,14 +35,16 @@ impl Cluster {
         let _ = fs::remove_dir_all(&directory);
         fs::create_dir(&directory).unwrap();
         let port = free_port();
-        let cluster = Self { directory, port, bin: bin.into(), user };
+        let language = language.to_owned();
+        let cluster = Self { directory, port, bin: bin.into(), user, language };
         if !cluster.user.is_empty() {
             succeed(Command::new("chown").arg(&cluster.user).arg(&cluster.directory));
         }
         let data = cluster.data();
         cluster.run("initdb", &["--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-sync", "-D", &data]);
         let mut conf = format!(
-            "listen_addresses = '127.0.0.1'\nport = {port}\nunix_socket_directories = ''\nmax_connections = 200\n"
+            "listen_addresses = '127.0.0.1'\nport = {port}\nunix_socket_directories = '{}'\nmax_connections = 200\nlc_messages = 'C.UTF-8'\n",
+            cluster.directory.display()
         );
         settings.iter().for_each(|setting| conf.push_str(&format!("{setting}\n")));
         let path = Path::new(&data).join("postgresql.conf");
@@ -50,6 +61,18 @@ impl Cluster {
     pub fn up(&self) {
         let log = self.directory.join("log").display().to_string();
         self.run("pg_ctl", &["start", "--wait", "--silent", "-D", &self.data(), "-l", &log]);
+    }
+
+    /// The same through its Unix socket.
+    pub fn socket_url(&self) -> String {
+        format!("host={} port={} user=postgres dbname=postgres", self.directory.display(), self.port)
+    }
+
+    /// From now on in another language.
+    pub fn speak(&mut self, language: &str) {
+        self.down();
+        self.language = language.to_owned();
+        self.up();
     }
 
     /// As a crash: no checkpoint, every connection cut.
@@ -74,12 +97,16 @@ impl Cluster {
 
     fn run(&self, program: &str, arguments: &[&str]) {
         let program = self.bin.join(program);
-        if self.user.is_empty() {
-            succeed(Command::new(program).args(arguments));
+        let mut command = if self.user.is_empty() {
+            Command::new(program)
         } else {
+            let mut command = Command::new("runuser");
             // `--` ends runuser's own options.
-            succeed(Command::new("runuser").args(["-u", &self.user, "--"]).arg(program).args(arguments));
-        }
+            command.args(["-u", &self.user, "--"]).arg(program);
+            command
+        };
+        // What gettext asks first, and needs no locale of the system for.
+        succeed(command.args(arguments).env("LANGUAGE", &self.language));
     }
 }
 

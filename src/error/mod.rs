@@ -1,6 +1,8 @@
 //! Our own failures, as the program that uses this crate sees them. A client never sees one: it gets
 //! a [`Refusal`](crate::Refusal).
 
+pub(crate) mod words;
+
 use std::{error::Error as StdError, fmt};
 
 use diesel::result::{ConnectionError, DatabaseErrorKind, Error as QueryError};
@@ -31,13 +33,15 @@ pub enum ErrorKind {
     Connection,
     /// No connection or no answer within the deadline: the outcome is unknown.
     Timeout,
-    /// 40001: another transaction was first. Trying again is right.
+    /// 40001 or 40P01: another transaction was first. Trying again is right.
     Serialization,
+    /// 55P03: somebody held a lock for longer than `lock_timeout`. Trying again is right.
+    LockTimeout,
     /// Class 23: a unique, foreign key, check, not-null or exclusion constraint.
     Constraint,
     /// The database is read-only, a replica for example.
     ReadOnly,
-    /// The table is missing or not the one this version needs.
+    /// The table is missing or not the one this version needs, or a statement names what is not there.
     Schema,
     /// A pooler loses prepared statements.
     Pooler,
@@ -63,10 +67,11 @@ impl Error {
         self.kind
     }
 
-    /// Whether sending the same again may end otherwise.
+    /// Whether sending the same again may end otherwise: all but what a constraint, the schema or a setting
+    /// forbids. A lock, a full disk, a statement that somebody cancelled are a wait.
     pub(crate) fn is_transient(&self) -> bool {
         use ErrorKind as K;
-        matches!(self.kind, K::Connection | K::Timeout | K::Serialization | K::ReadOnly)
+        !matches!(self.kind, K::Constraint | K::Schema | K::Configuration | K::Migration | K::Pooler)
     }
 }
 
@@ -105,7 +110,9 @@ impl Error {
     fn of(error: &QueryError) -> Self {
         use DatabaseErrorKind as D;
         let kind = match error {
-            QueryError::DatabaseError(D::SerializationFailure, _) => ErrorKind::Serialization,
+            error if words::is_lost_race(error) => ErrorKind::Serialization,
+            error if words::is_lock_timeout(error) => ErrorKind::LockTimeout,
+            error if words::is_misfit(error) => ErrorKind::Schema,
             QueryError::DatabaseError(D::ReadOnlyTransaction, _) => ErrorKind::ReadOnly,
             QueryError::DatabaseError(
                 D::UniqueViolation
@@ -126,7 +133,7 @@ impl Error {
     /// What a client is told where a statement of a handler's failed.
     fn code(&self) -> Code {
         match self.kind {
-            ErrorKind::Serialization => Code::Serialization,
+            ErrorKind::Serialization | ErrorKind::LockTimeout => Code::Serialization,
             ErrorKind::Constraint => Code::ConstraintViolated,
             ErrorKind::Connection | ErrorKind::Timeout | ErrorKind::ReadOnly => Code::StoreUnavailable,
             _ => Code::QueryFailed,

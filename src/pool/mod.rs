@@ -1,6 +1,8 @@
 //! A pool that suits this crate.
 
-use std::{future::ready, num::NonZeroU32, time::Duration};
+mod watched;
+
+use std::{future::ready, num::NonZeroU32, sync::Arc, time::Duration};
 
 use diesel::{ConnectionError, ConnectionResult, result::Error as QueryError};
 use diesel_async::{
@@ -8,14 +10,22 @@ use diesel_async::{
     pooled_connection::{AsyncDieselConnectionManager, ManagerConfig, PoolableConnection, RecyclingMethod},
 };
 use futures_util::FutureExt;
-use tokio_postgres::{Config, NoTls, config::SslMode};
+use tokio_postgres::{
+    Config, NoTls,
+    config::{Host, SslMode, SslNegotiation, TargetSessionAttrs},
+};
 
 use crate::{
     engine::background,
     error::{Error, ErrorKind},
     policy::DEFAULT_STORE_TIMEOUT,
-    postgres::PgPool,
+    postgres::{
+        PgPool,
+        witness::{self, Seen},
+    },
 };
+
+use watched::{Plain, Watched};
 
 /// How many connections a pool has at most: ten, bb8's own default.
 pub const DEFAULT_POOL_SIZE: u32 = 10;
@@ -39,7 +49,7 @@ pub fn pool(url: &str) -> Result<PgPool, Error> {
     PoolBuilder::new(url).build()
 }
 
-/// How a pool is made. Two things are not bb8's defaults:
+/// How a pool is made. Three things are not bb8's defaults:
 ///
 /// - **No test at checkout.** A `SELECT 1` before every use costs a round trip for each. A dead
 ///   connection is recognised when it is taken (its socket is closed) or by the first statement, and
@@ -47,7 +57,12 @@ pub fn pool(url: &str) -> Result<PgPool, Error> {
 /// - **One thread drives all connections.** Otherwise each is driven by the worker that happened to
 ///   open it, and a handler that blocks that worker stalls the others' statements.
 ///
-/// Any other pool of the type [`PgPool`] does as well.
+/// - **What the server says of a failure is read along.** A transaction that another one has beaten (40001, 40P01) is
+///   answered 409 `serialization`, whatever a handler makes of the error. The driver tells no code, so these
+///   connections listen to the server themselves; they cannot be cancelled by a `cancel_token` for that, and
+///   `pg_cancel_backend` does it.
+///
+/// Any other pool of the type [`PgPool`] does as well, without these.
 #[derive(Debug)]
 pub struct PoolBuilder {
     url: Url,
@@ -122,24 +137,78 @@ impl PoolBuilder {
     }
 }
 
-/// A connection that is driven by the runtime this is called on.
+/// A connection that is driven by the runtime this is called on, and read along.
 pub(crate) async fn connect(url: &str) -> ConnectionResult<AsyncPgConnection> {
     let config = url.parse::<Config>().map_err(|error| ConnectionError::InvalidConnectionUrl(error.to_string()))?;
-    let bad = |error: tokio_postgres::Error| ConnectionError::BadConnection(chain(&error));
+    let seen = Arc::new(Seen::default());
+    let mut conn = connect_as(config, &seen).await?;
+    witness::attach(&mut conn, seen);
+    Ok(conn)
+}
+
+async fn connect_as(config: Config, seen: &Arc<Seen>) -> ConnectionResult<AsyncPgConnection> {
+    #[cfg(unix)]
+    if let ([Host::Unix(directory)], TargetSessionAttrs::Any) = (config.get_hosts(), config.get_target_session_attrs())
+    {
+        return connect_to_socket(&config, directory, seen).await;
+    }
     #[cfg(feature = "rustls")]
     if config.get_ssl_mode() != SslMode::Disable {
         let tls = tls::connector().map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
-        match config.connect(tls).await {
+        let required = config.clone().ssl_mode(SslMode::Require).clone();
+        match required.connect(watched::Encrypted(tls, Arc::clone(seen))).await {
             Ok((client, connection)) => {
                 return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
             }
             // The default: without TLS rather than not at all, as libpq has it.
             Err(error) if config.get_ssl_mode() == SslMode::Prefer && error.as_db_error().is_none() => {}
-            Err(error) => return Err(bad(error)),
+            Err(error) => return Err(bad(&error)),
         }
     }
-    let (client, connection) = config.connect(NoTls).await.map_err(bad)?;
+    connect_plainly(config, seen).await
+}
+
+/// Without TLS. The driver is told to begin with it at once, and what begins is only the reading along; for that
+/// it wants a name of the host, and an address is one.
+async fn connect_plainly(mut config: Config, seen: &Arc<Seen>) -> ConnectionResult<AsyncPgConnection> {
+    if config.get_hosts().is_empty() {
+        let addresses: Vec<_> = config.get_hostaddrs().iter().map(ToString::to_string).collect();
+        for address in addresses {
+            config.host(address);
+        }
+    }
+    if config.get_hosts().iter().any(|host| !matches!(host, Host::Tcp(_))) {
+        let (client, connection) = config.connect(NoTls).await.map_err(|error| bad(&error))?;
+        return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
+    }
+    config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
+    let (client, connection) = config.connect(Plain(Arc::clone(seen))).await.map_err(|error| bad(&error))?;
     AsyncPgConnection::try_from_client_and_connection(client, connection).await
+}
+
+/// Where a socket of Unix has no name of a host, it can be opened without the driver.
+#[cfg(unix)]
+async fn connect_to_socket(
+    config: &Config,
+    directory: &std::path::Path,
+    seen: &Arc<Seen>,
+) -> ConnectionResult<AsyncPgConnection> {
+    let port = config.get_ports().first().copied().unwrap_or(5432);
+    let connecting = async {
+        let socket = tokio::net::UnixStream::connect(directory.join(format!(".s.PGSQL.{port}"))).await;
+        let socket = socket.map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
+        config.connect_raw(Watched::new(socket, seen), NoTls).await.map_err(|error| bad(&error))
+    };
+    let patience = config.get_connect_timeout().copied().unwrap_or(DEFAULT_STORE_TIMEOUT);
+    let (client, connection) = tokio::time::timeout(patience, connecting)
+        .await
+        .map_err(|_| ConnectionError::BadConnection("the server did not answer in time".into()))??;
+    tokio::spawn(connection);
+    AsyncPgConnection::try_from(client).await
+}
+
+fn bad(error: &tokio_postgres::Error) -> ConnectionError {
+    ConnectionError::BadConnection(chain(error))
 }
 
 /// tokio-postgres says "error connecting to server" and leaves the reason to its source.
