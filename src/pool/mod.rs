@@ -155,7 +155,8 @@ async fn connect_as(config: Config, seen: &Arc<Seen>) -> ConnectionResult<AsyncP
     #[cfg(feature = "rustls")]
     if config.get_ssl_mode() != SslMode::Disable {
         let tls = tls::connector().map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
-        let required = config.clone().ssl_mode(SslMode::Require).clone();
+        let mut required = config.clone();
+        required.ssl_mode(SslMode::Require);
         match required.connect(watched::Encrypted(tls, Arc::clone(seen))).await {
             Ok((client, connection)) => {
                 return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
@@ -197,7 +198,7 @@ async fn connect_to_socket(
     let connecting = async {
         let socket = tokio::net::UnixStream::connect(directory.join(format!(".s.PGSQL.{port}"))).await;
         let socket = socket.map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
-        config.connect_raw(Watched::new(socket, seen), NoTls).await.map_err(|error| bad(&error))
+        config.connect_raw(Watched::plain(socket, seen), NoTls).await.map_err(|error| bad(&error))
     };
     let patience = config.get_connect_timeout().copied().unwrap_or(DEFAULT_STORE_TIMEOUT);
     let (client, connection) = tokio::time::timeout(patience, connecting)

@@ -23,18 +23,21 @@ use crate::postgres::witness::{Follower, Seen};
 /// A stream from the server, and who follows it.
 pub(super) struct Watched<S> {
     inner: S,
+    /// What SCRAM may bind a login to.
+    binding: fn(&S) -> ChannelBinding,
     follower: Follower,
 }
 
 impl<S> Watched<S> {
-    pub(super) fn new(inner: S, seen: &Arc<Seen>) -> Self {
-        Self { inner, follower: Follower::new(seen) }
+    /// Of a stream without TLS.
+    pub(super) fn plain(inner: S, seen: &Arc<Seen>) -> Self {
+        Self { inner, binding: |_| ChannelBinding::none(), follower: Follower::new(seen) }
     }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Watched<S> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let Self { inner, follower } = self.get_mut();
+        let Self { inner, follower, .. } = self.get_mut();
         let before = buf.filled().len();
         ok!(Pin::new(inner).poll_read(cx, buf))?;
         follower.follow(&buf.filled()[before..]);
@@ -56,20 +59,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
     }
 }
 
-/// What SCRAM may bind a login to.
-trait Binds {
-    fn binding(&self) -> ChannelBinding;
-}
-
-impl Binds for Socket {
-    fn binding(&self) -> ChannelBinding {
-        ChannelBinding::none()
-    }
-}
-
-impl<S: Binds + AsyncRead + AsyncWrite + Unpin> TlsStream for Watched<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> TlsStream for Watched<S> {
     fn channel_binding(&self) -> ChannelBinding {
-        self.inner.binding()
+        (self.binding)(&self.inner)
     }
 }
 
@@ -93,48 +85,42 @@ impl TlsConnect<Socket> for Plain {
     type Future = Ready<Result<Self::Stream, Infallible>>;
 
     fn connect(self, socket: Socket) -> Self::Future {
-        ready(Ok(Watched::new(socket, &self.0)))
+        ready(Ok(Watched::plain(socket, &self.0)))
     }
 }
 
 #[cfg(feature = "rustls")]
 mod tls {
     use futures_util::{FutureExt, TryFutureExt, future::BoxFuture};
-    use tokio_postgres_rustls::MakeRustlsConnect;
 
     use super::*;
 
-    type Rustls = <MakeRustlsConnect as MakeTlsConnect<Socket>>::Stream;
-    type RustlsConnect = <MakeRustlsConnect as MakeTlsConnect<Socket>>::TlsConnect;
-
-    impl Binds for Rustls {
-        fn binding(&self) -> ChannelBinding {
-            self.channel_binding()
-        }
-    }
-
-    /// Makes connections with TLS.
+    /// Makes connections with the TLS of `T`.
     pub(in super::super) struct Encrypted<T>(pub(in super::super) T, pub(in super::super) Arc<Seen>);
 
-    impl MakeTlsConnect<Socket> for Encrypted<MakeRustlsConnect> {
-        type Stream = Watched<Rustls>;
-        type TlsConnect = Encrypted<RustlsConnect>;
-        type Error = <MakeRustlsConnect as MakeTlsConnect<Socket>>::Error;
+    impl<T> MakeTlsConnect<Socket> for Encrypted<T>
+    where
+        T: MakeTlsConnect<Socket, TlsConnect: TlsConnect<Socket, Future: Send + 'static>>,
+    {
+        type Stream = Watched<T::Stream>;
+        type TlsConnect = Encrypted<T::TlsConnect>;
+        type Error = T::Error;
 
-        fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, Self::Error> {
-            let tls = MakeTlsConnect::<Socket>::make_tls_connect(&mut self.0, domain)?;
-            Ok(Encrypted(tls, Arc::clone(&self.1)))
+        fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, T::Error> {
+            Ok(Encrypted(self.0.make_tls_connect(domain)?, Arc::clone(&self.1)))
         }
     }
 
-    impl TlsConnect<Socket> for Encrypted<RustlsConnect> {
-        type Stream = Watched<Rustls>;
-        type Error = <RustlsConnect as TlsConnect<Socket>>::Error;
-        type Future = BoxFuture<'static, Result<Self::Stream, Self::Error>>;
+    impl<T: TlsConnect<Socket, Future: Send + 'static>> TlsConnect<Socket> for Encrypted<T> {
+        type Stream = Watched<T::Stream>;
+        type Error = T::Error;
+        type Future = BoxFuture<'static, Result<Self::Stream, T::Error>>;
 
         fn connect(self, socket: Socket) -> Self::Future {
             let Self(tls, seen) = self;
-            tls.connect(socket).map_ok(move |stream| Watched::new(stream, &seen)).boxed()
+            let watched =
+                move |inner| Watched { inner, binding: T::Stream::channel_binding, follower: Follower::new(&seen) };
+            tls.connect(socket).map_ok(watched).boxed()
         }
     }
 }
