@@ -51,6 +51,11 @@ impl Acted {
         self.0.store(true, Ordering::Release);
     }
 
+    /// The handler knows better.
+    pub(crate) fn clear(&self) {
+        self.0.store(false, Ordering::Release);
+    }
+
     fn get(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }

@@ -217,8 +217,7 @@ impl Transaction {
     /// Whether the last failure was not about what the transaction does: the server may have ended the connection
     /// in the midst of it, and said so as if the statement had failed.
     fn is_the_servers_fault(&mut self) -> bool {
-        let failed = self.seen.as_ref().and_then(|seen| seen.failed());
-        self.conn.is_broken() || failed.is_some_and(SqlState::is_the_servers)
+        self.conn.is_broken() || self.seen.as_ref().is_some_and(|seen| seen.is_the_servers_fault())
     }
 
     /// Why the last statement changed nothing.

@@ -156,6 +156,23 @@ pub(crate) fn refuse(what: &str, error: &QueryError) -> Refusal {
     code.into()
 }
 
+/// For handlers that return a [`Refusal`] and have a statement fail: 409 `serialization` for a lost race and 409
+/// `constraint-violated` for a constraint, 503 `store-unavailable` where the connection was lost, else 500 `query-failed`.
+/// The log is told what the server said, and the client is not.
+impl From<QueryError> for Refusal {
+    fn from(error: QueryError) -> Self {
+        refuse("a statement failed", &error)
+    }
+}
+
+/// For handlers that take a connection of the pool: 503 `store-unavailable`.
+impl From<RunError> for Refusal {
+    fn from(error: RunError) -> Self {
+        telemetry::store_failed("a handler got no connection", &error.into());
+        Code::StoreUnavailable.into()
+    }
+}
+
 /// What the server said, without its DETAIL line: that one quotes values of the row.
 #[derive(Debug)]
 struct Sanitized(String);

@@ -263,8 +263,11 @@ impl IdemKey {
     }
 
     /// Gives the key back, whatever the status of this handler's answer and the policy: nothing was
-    /// done, and the client may try again with the same key.
+    /// done, and the client may try again with the same key, or send a corrected request under it. That
+    /// counts also where this attempt has [derived](Self::derive) a key or come to a [step](Self::step); without it
+    /// such a key goes back to the same request only, because what was done is unknown.
     pub fn release(&self) {
+        self.0.held.iter().for_each(|held| held.acted.clear());
         self.say(Say::Release);
     }
 

@@ -27,18 +27,17 @@ use crate::{
 ///
 /// ```no_run
 /// # diesel::table! { orders (id) { id -> BigInt, product_id -> BigInt, } }
-/// use actix_idempotency::IdemTx;
-/// use actix_web::{HttpResponse, Result, error::ErrorInternalServerError, web};
+/// use actix_idempotency::{IdemTx, Refusal};
+/// use actix_web::{HttpResponse, web};
 /// use diesel::prelude::*;
 /// use diesel_async::RunQueryDsl;
 ///
-/// async fn create_order(mut tx: IdemTx, product: web::Path<i64>) -> Result<HttpResponse> {
+/// async fn create_order(mut tx: IdemTx, product: web::Path<i64>) -> Result<HttpResponse, Refusal> {
 ///     let id: i64 = diesel::insert_into(orders::table)
 ///         .values(orders::product_id.eq(*product))
 ///         .returning(orders::id)
 ///         .get_result(&mut *tx)
-///         .await
-///         .map_err(ErrorInternalServerError)?;
+///         .await?;
 ///     Ok(HttpResponse::Created().json(id))
 /// }
 /// ```
@@ -59,9 +58,11 @@ use crate::{
 /// extraction is remembered: also behind `Option<IdemTx>` the answer is then an error, whatever the
 /// handler returns, and nothing is kept.
 ///
-/// The answer becomes 409 `serialization` where the transaction lost against another one, 409
+/// The answer becomes 409 `serialization` where the transaction lost against another one (40001, 40P01: at any
+/// statement, whatever the handler has made of that, on a connection of [our pool](fn@crate::pool); and at COMMIT), 409
 /// `constraint-violated` where a deferred constraint fails at COMMIT, 500 `transaction-aborted` where
-/// the handler has swallowed the error of a statement, and 500 `transaction-misused` where it left a
+/// the handler has swallowed the error of a statement, 503 `store-unavailable` where the server cannot take the answer (a
+/// full disk), and 500 `transaction-misused` where it left a
 /// savepoint open, sent COMMIT by itself, kept the `IdemTx` beyond its own end, or gave its key back
 /// with an answer of success. Where the connection is lost at COMMIT, what became of it is found out:
 /// the answer is sent if it was committed, 503 `store-unavailable` if not, and 503 `outcome-unknown`

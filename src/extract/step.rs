@@ -80,8 +80,9 @@ impl IdemKey {
     ///
     /// A name stands for one step of a key, in whatever order the steps come; a loop names each of its rounds.
     /// Results are JSON, of at most [`MAX_STEP_RESULT`] bytes; a larger one is returned and not kept, and a later
-    /// attempt is told so rather than doing the step again. A corrected request, and a later operation under the same
-    /// key once that has expired, start without steps. They go with their key when it is swept.
+    /// attempt is told so rather than doing the step again. Once there is a step the key is the same request's, however
+    /// an attempt ends, unless the handler says by [`release`](Self::release) that nothing was done; a corrected request,
+    /// and a later operation under the same key once that has expired, start without steps. They go with their key when it is swept.
     ///
     /// It is stored by a short statement of its own on a connection of the pool: no transaction is open
     /// meanwhile, so take [`IdemTx`](crate::IdemTx) after the steps, not before.

@@ -24,7 +24,7 @@ impl SqlState {
     }
 
     /// It was not the statement: the server has run out of something, was told to stop, or cannot read or write.
-    pub(crate) fn is_the_servers(self) -> bool {
+    fn is_the_servers(self) -> bool {
         matches!(&self.0[..2], b"08" | b"53" | b"57" | b"58")
     }
 }
@@ -36,6 +36,7 @@ pub(crate) struct Seen(Mutex<Told>);
 #[derive(Debug, Default)]
 struct Told {
     is_open: bool,
+    is_over: bool,
     failed: Option<SqlState>,
     aborted_by: Option<SqlState>,
 }
@@ -46,9 +47,11 @@ impl Seen {
         self.told().aborted_by
     }
 
-    /// The last failure.
-    pub(crate) fn failed(&self) -> Option<SqlState> {
-        self.told().failed
+    /// Whether the last failure was not the statement's: the server has ended the connection, or had not what it
+    /// takes.
+    pub(crate) fn is_the_servers_fault(&self) -> bool {
+        let told = self.told();
+        told.is_over || told.failed.is_some_and(SqlState::is_the_servers)
     }
 
     fn told(&self) -> MutexGuard<'_, Told> {
@@ -59,8 +62,13 @@ impl Seen {
         let mut told = self.told();
         match (tag, body) {
             (ERROR, fields) => {
-                let code = fields.split(|byte| *byte == 0).find_map(|field| field.strip_prefix(b"C"));
-                told.failed = code.and_then(|code| code.try_into().ok()).map(SqlState);
+                let field = |name| fields.split(|byte| *byte == 0).find_map(|field| field.strip_prefix(name));
+                told.failed = field(b"C").and_then(|code| code.try_into().ok()).map(SqlState);
+                // In no language: the connection ends, with its transaction.
+                if matches!(field(b"V"), Some(b"FATAL" | b"PANIC")) {
+                    told.is_over = true;
+                    return;
+                }
                 // Whoever sent the statement hears of it now, and of the state that follows only later.
                 if told.is_open {
                     told.abort();

@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, time::Duration};
 
-use actix_idempotency::{IdemKey, IdemTx, Isolation, Keep, OnOutstanding, PgPool, Policy};
+use actix_idempotency::{IdemKey, IdemTx, Isolation, Keep, OnOutstanding, PgPool, Policy, Refusal};
 use actix_web::{
     HttpResponse, Result,
     error::{ErrorConflict, ErrorInternalServerError},
@@ -545,5 +545,26 @@ async fn no_more_transactions_are_open_than_the_engine_allows() {
         for answer in running {
             assert_eq!(answer.await.unwrap().status, 201);
         }
+    }
+}
+
+async fn run(mut tx: IdemTx, sql: String) -> Result<HttpResponse, Refusal> {
+    tx.batch_execute(&sql).await?;
+    Ok(HttpResponse::Created().finish())
+}
+
+#[actix_web::test]
+async fn a_statement_that_fails_tells_the_client_nothing_of_the_server() {
+    let rig = Rig::builder().handler(run).await;
+    rig.db.run("CREATE TABLE secrets (code int CONSTRAINT hidden UNIQUE); INSERT INTO secrets VALUES (7)").await;
+    for (sql, status, code) in [
+        ("INSERT INTO secrets VALUES (7)", 409, "constraint-violated"),
+        ("SELECT 1 / 0", 500, "query-failed"),
+        ("SELECT hidden FROM secrets", 500, "query-failed"),
+    ] {
+        let answer = rig.post("/x").key(&sql.len().to_string()).body(sql).answer().await;
+        assert_eq!((answer.status.as_u16(), answer.code().as_str()), (status, code), "{sql}");
+        let said = answer.text();
+        assert!(!said.contains("hidden") && !said.contains("zero") && !said.contains("secrets"), "{said}");
     }
 }

@@ -101,9 +101,12 @@ async fn a_takeover_after_a_kill_does_only_what_is_left() {
 }
 
 #[actix_web::test]
-async fn a_corrected_request_starts_without_steps() {
+async fn a_corrected_request_starts_without_steps_where_the_handler_says_that_nothing_was_done() {
     let rig = with_handler(|key, pool, _, body| async move {
         let done: String = key.step("one", async || effect(&pool, &body).await.map(|_| body.clone())).await?;
+        if body == "bad" {
+            key.release();
+        }
         let status = if body == "good" { StatusCode::CREATED } else { StatusCode::BAD_REQUEST };
         Ok(HttpResponse::build(status).body(done))
     })
