@@ -152,7 +152,7 @@ impl Case {
                     None => response.map_into_left_body(),
                     Some(code) => {
                         if status.as_u16() < 400 {
-                            key.has_acted();
+                            key.mark_acted();
                         }
                         self.refusal(code.into()).map_into_right_body()
                     }

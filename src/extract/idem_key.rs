@@ -230,7 +230,7 @@ impl IdemKey {
     }
 
     /// The handler was sure of its success, and gets another answer.
-    pub(crate) fn has_acted(&self) {
+    pub(crate) fn mark_acted(&self) {
         self.0.held.iter().for_each(|held| held.acted.set());
     }
 

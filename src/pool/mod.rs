@@ -56,7 +56,6 @@ pub fn pool(url: &str) -> Result<PgPool, Error> {
 ///   a claim may be sent again.
 /// - **One thread drives all connections.** Otherwise each is driven by the worker that happened to
 ///   open it, and a handler that blocks that worker stalls the others' statements.
-///
 /// - **What the server says of a failure is read along.** A transaction that another one has beaten (40001, 40P01) is
 ///   answered 409 `serialization`, whatever a handler makes of the error. The driver tells no code, so these
 ///   connections listen to the server themselves; they cannot be cancelled by a `cancel_token` for that, and
@@ -140,26 +139,22 @@ impl PoolBuilder {
 /// A connection that is driven by the runtime this is called on, and read along.
 pub(crate) async fn connect(url: &str) -> ConnectionResult<AsyncPgConnection> {
     let config = url.parse::<Config>().map_err(|error| ConnectionError::InvalidConnectionUrl(error.to_string()))?;
-    let seen = Arc::new(Seen::default());
-    let mut conn = connect_as(config, &seen).await?;
-    witness::attach(&mut conn, seen);
-    Ok(conn)
-}
-
-async fn connect_as(config: Config, seen: &Arc<Seen>) -> ConnectionResult<AsyncPgConnection> {
+    let seen = Arc::default();
     #[cfg(unix)]
     if let ([Host::Unix(directory)], TargetSessionAttrs::Any) = (config.get_hosts(), config.get_target_session_attrs())
     {
-        return connect_to_socket(&config, directory, seen).await;
+        let conn = connect_to_socket(&config, directory, &seen).await?;
+        return Ok(witness::attach(conn, seen));
     }
     #[cfg(feature = "rustls")]
     if config.get_ssl_mode() != SslMode::Disable {
         let tls = tls::connector().map_err(|error| ConnectionError::BadConnection(error.to_string()))?;
         let mut required = config.clone();
         required.ssl_mode(SslMode::Require);
-        match required.connect(watched::Encrypted(tls, Arc::clone(seen))).await {
+        match required.connect(watched::Encrypted(tls, Arc::clone(&seen))).await {
             Ok((client, connection)) => {
-                return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
+                let conn = AsyncPgConnection::try_from_client_and_connection(client, connection).await?;
+                return Ok(witness::attach(conn, seen));
             }
             // The default: without TLS rather than not at all, as libpq has it.
             Err(error) if config.get_ssl_mode() == SslMode::Prefer && error.as_db_error().is_none() => {}
@@ -170,8 +165,9 @@ async fn connect_as(config: Config, seen: &Arc<Seen>) -> ConnectionResult<AsyncP
 }
 
 /// Without TLS. The driver is told to begin with it at once, and what begins is only the reading along; for that
-/// it wants a name of the host, and an address is one.
-async fn connect_plainly(mut config: Config, seen: &Arc<Seen>) -> ConnectionResult<AsyncPgConnection> {
+/// it wants a name of the host, and an address is one. Among several hosts a socket of Unix has none, and nobody reads
+/// along.
+async fn connect_plainly(mut config: Config, seen: Arc<Seen>) -> ConnectionResult<AsyncPgConnection> {
     if config.get_hosts().is_empty() {
         let addresses: Vec<_> = config.get_hostaddrs().iter().map(ToString::to_string).collect();
         for address in addresses {
@@ -183,8 +179,9 @@ async fn connect_plainly(mut config: Config, seen: &Arc<Seen>) -> ConnectionResu
         return AsyncPgConnection::try_from_client_and_connection(client, connection).await;
     }
     config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
-    let (client, connection) = config.connect(Plain(Arc::clone(seen))).await.map_err(|error| bad(&error))?;
-    AsyncPgConnection::try_from_client_and_connection(client, connection).await
+    let (client, connection) = config.connect(Plain(Arc::clone(&seen))).await.map_err(|error| bad(&error))?;
+    let conn = AsyncPgConnection::try_from_client_and_connection(client, connection).await?;
+    Ok(witness::attach(conn, seen))
 }
 
 /// Where a socket of Unix has no name of a host, it can be opened without the driver.

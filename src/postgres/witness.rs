@@ -159,8 +159,9 @@ impl Instrumentation for Witness {
 }
 
 /// From now on what this connection has seen can be asked of it.
-pub(crate) fn attach(conn: &mut AsyncPgConnection, seen: Arc<Seen>) {
+pub(crate) fn attach(mut conn: AsyncPgConnection, seen: Arc<Seen>) -> AsyncPgConnection {
     conn.set_instrumentation(Witness { seen, behind: get_default_instrumentation() });
+    conn
 }
 
 /// What this connection has been told so far, and will be. `None` where nobody reads along.
@@ -205,6 +206,11 @@ mod tests {
             assert_eq!(seen.aborted_by(), None);
             follower.follow(&[error("40001"), ready(b"I")].concat());
             assert_eq!(seen.aborted_by(), None);
+            assert!(!seen.is_the_servers_fault());
+            // The server ends the connection, and with it the transaction.
+            let fatal = message(b'E', b"SFATAL\0VFATAL\0C25P03\0Mtoo long\0\0");
+            follower.follow(&[ready(b"T"), fatal].concat());
+            assert!(seen.aborted_by().is_none() && seen.is_the_servers_fault());
         }
     }
 }
