@@ -44,15 +44,17 @@ use crate::{
 /// # async fn charge(key: &str) -> String { String::new() }
 /// ```
 ///
-/// The extraction waits until the claim is on the database's disk, so that keys derived from it are the
-/// same after a crash of the database. Requests that do so at the same time share one flush.
+/// The extraction waits until the claim is on the database's disk and looks whether it is still there, so that keys
+/// derived from it are the same after a crash of the database. Requests that do so at the same time share one
+/// flush and one look.
 ///
 /// # Errors
 ///
 /// The extraction answers 400 `key-missing` to a request without a key, 500 `misconfigured` where no
-/// [`Idempotency`](crate::Idempotency) is wrapped around the route, and 503 `store-unavailable` where
-/// the claim cannot be brought to the disk. `Option<IdemKey>` is `None` in all three cases: a handler
-/// that acts outside the database takes `IdemKey` itself.
+/// [`Idempotency`](crate::Idempotency) is wrapped around the route, 503 `store-unavailable` where the claim
+/// cannot be brought to the disk, and 409 `lease-lost` where a crash of the database has taken it away, or another
+/// attempt has the key. `Option<IdemKey>` is `None` in all these cases: a handler that acts outside the
+/// database takes `IdemKey` itself.
 #[derive(Clone)]
 pub struct IdemKey(Arc<Claimed>);
 
@@ -240,14 +242,17 @@ impl IdemKey {
     }
 
     /// A claim is committed without waiting for the disk. Whoever takes the key may derive others from
-    /// it, and those must be the same after a crash of the database.
+    /// it, and those must be the same after a crash of the database. A claim that a crash has taken away is no
+    /// longer this attempt's, whether or not another one has the key by now.
     async fn outlive_a_crash(&self) -> Result<(), Code> {
-        match &self.0.held {
-            Some(held) if !held.is_durable => held.engine.flush(&held.policy).await.map_err(|error| {
+        let Some(held) = self.0.held.as_ref().filter(|held| !held.is_durable) else { return Ok(()) };
+        match held.engine.flush(held.id, held.owner, &held.policy).await {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Code::LeaseLost),
+            Err(error) => {
                 telemetry::store_failed("a claim could not be made durable", &error);
-                Code::StoreUnavailable
-            }),
-            _ => Ok(()),
+                Err(Code::StoreUnavailable)
+            }
         }
     }
 

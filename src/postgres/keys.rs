@@ -206,6 +206,25 @@ pub(crate) async fn take_over(
 }
 
 statement! {
+    struct StillOutstanding { ids: &'a [&'a [u8]], owners: &'a [&'a [u8]] }
+    returns (Binary, Binary);
+    [
+        "SELECT claim.id, claim.owner FROM unnest((SELECT ", (ids: Array<Binary>), "), (SELECT ",
+        (owners: Array<Binary>), ")) AS claim (id, owner), LATERAL (SELECT FROM idempotency_keys AS k \
+         WHERE k.id = claim.id AND k.owner = claim.owner AND k.state = 'outstanding' LIMIT 1) AS k",
+    ]
+}
+
+/// Which of these claims are there.
+pub(crate) async fn still_outstanding(
+    conn: &mut AsyncPgConnection,
+    ids: &[&[u8]],
+    owners: &[&[u8]],
+) -> QueryResult<Vec<(Vec<u8>, Vec<u8>)>> {
+    StillOutstanding { ids: &ids, owners: &owners }.load(conn).await
+}
+
+statement! {
     /// A row that is locked is passed by: it is renewed the next time, and holds up no other. One that is
     /// held for longer, by an attempt that has just failed, stays so.
     struct Renew { ids: &'a [&'a [u8]], owners: &'a [&'a [u8]], lease_ms: &'a [i64] }

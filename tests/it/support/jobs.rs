@@ -18,6 +18,7 @@ pub fn routes(config: &mut ServiceConfig, idempotency: &Idempotency, policy: &Po
     config.app_data(Data::new(Once::of(idempotency).with(policy.clone()))).service(
         web::scope("/jobs")
             .service(web::resource("/steps").wrap(idempotency.clone()).route(web::post().to(in_steps)))
+            .service(web::resource("/charge").wrap(idempotency.clone()).route(web::post().to(charge)))
             .route("/{key}", web::post().to(job)),
     );
 }
@@ -32,6 +33,11 @@ async fn in_steps(key: IdemKey, pool: Data<PgPool>, body: String) -> Result<Http
     }
     key.step("mail", async || effect(&pool, &format!("mail {name}")).await.map(drop)).await?;
     Ok(created(charge))
+}
+
+/// A payment, which the provider recognises by the derived key: that is its tag.
+pub async fn charge(key: IdemKey, pool: Data<PgPool>) -> Result<HttpResponse> {
+    Ok(created(effect(&pool, &key.derive("charge")).await?))
 }
 
 /// `Once`, and what it says.
