@@ -79,3 +79,43 @@ pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8], on_comp
         _ => Decision::KeyReused,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outstanding(lease_left_ms: i64) -> Row {
+        Row {
+            fingerprint: vec![1; 32],
+            recipe: vec![2; 8],
+            recipe_version: RECIPE_VERSION,
+            state: "outstanding".into(),
+            owner: vec![3; 16],
+            attempt: 1,
+            seed: vec![4; 32],
+            lease_left_ms,
+            expired: false,
+            status: None,
+            header_names: None,
+            header_values: None,
+            body: None,
+            snapshot_version: None,
+            expires_in_ms: None,
+            request_id: None,
+        }
+    }
+
+    #[test]
+    fn a_lease_is_taken_over_when_it_has_ended_and_not_a_millisecond_before() {
+        let same = Fingerprint::stored([1; 32], [2; 8]);
+        let decided = |lease_left_ms| decide(&outstanding(lease_left_ms), &same, &[], OnCompleted::Replay);
+        for left in [1, 1_000, 20_000, i64::MAX] {
+            assert_eq!(decided(left), Decision::Outstanding, "{left} ms are left");
+        }
+        for left in [0, -1, -20_000] {
+            assert_eq!(decided(left), Decision::TakeOver(How::Lapsed), "{left} ms are left");
+        }
+        let other = Fingerprint::stored([5; 32], [2; 8]);
+        assert_eq!(decide(&outstanding(-1), &other, &[], OnCompleted::Replay), Decision::KeyReused);
+    }
+}

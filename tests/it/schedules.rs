@@ -65,6 +65,17 @@ fn lock(key: &str) -> String {
     format!("SELECT FROM idempotency_keys WHERE key = '{key}' FOR UPDATE")
 }
 
+async fn lease_ends(db: &Db, key: &str) -> String {
+    let ends = format!("SELECT leased_until::text AS value FROM idempotency_keys WHERE key = '{key}'");
+    db.text(&ends).await.unwrap()
+}
+
+/// Whether the attempt of this key was completed or claimed no earlier than this.
+async fn began_at_or_after(db: &Db, key: &str, time: &str) -> bool {
+    let began = "leased_until - interval '30 s'";
+    db.is(&format!("(SELECT {began} >= '{time}'::timestamptz FROM idempotency_keys WHERE key = '{key}')")).await
+}
+
 async fn lease_is_live(db: &Db, key: &str) -> bool {
     db.is(&format!("(SELECT leased_until > clock_timestamp() FROM idempotency_keys WHERE key = '{key}')")).await
 }
@@ -102,10 +113,62 @@ async fn a_takeover_gives_way_to_a_renewal_that_it_has_not_seen() {
     let mut owner = Session::begin(&rig.db, "LOCK TABLE idempotency_keys IN EXCLUSIVE MODE").await;
     let retry = rt::spawn(send());
     eventually("the retry has looked and would take over", || rig.db.blocked("WITH seen AS")).await;
-    owner.run("UPDATE idempotency_keys SET leased_until = clock_timestamp() + interval '1 min'").await;
+    // Short, so that a takeover that comes a little too early would be seen.
+    owner.run("UPDATE idempotency_keys SET leased_until = clock_timestamp() + interval '2 s'").await;
     owner.commit().await;
-    assert_eq!(retry.await.unwrap().code(), "outstanding");
+    let ends = lease_ends(&rig.db, "x").await;
+    let answer = retry.await.unwrap();
+    if answer.status == 201 {
+        // This machine was busy for all of that time.
+        return assert!(began_at_or_after(&rig.db, "x", &ends).await, "taken over before the lease had ended");
+    }
+    assert_eq!(answer.code(), "outstanding");
     assert_eq!(rig.db.all_effects().await, 1);
+}
+
+#[actix_web::test]
+async fn a_lease_is_taken_over_as_soon_as_it_has_ended_and_not_before() {
+    let rig = Rig::start().await;
+    let send = || rig.post("/orders").key("x").json(&order("x")).answer();
+    assert_eq!(send().await.status, 201);
+    rig.db.lapse("x").await;
+    rig.db.run("UPDATE idempotency_keys SET leased_until = clock_timestamp() + interval '2 s'").await;
+    let ends = lease_ends(&rig.db, "x").await;
+    eventually("it is taken over", async || {
+        let answer = send().await;
+        assert!(answer.status == 201 || answer.code() == "outstanding", "{}", answer.text());
+        answer.status == 201
+    })
+    .await;
+    assert!(began_at_or_after(&rig.db, "x", &ends).await, "taken over before the lease had ended");
+    assert_eq!(rig.db.all_effects().await, 2);
+}
+
+/// One statement renews all leases of a process; one of them is another's by now.
+#[actix_web::test]
+async fn a_late_owner_does_not_renew_the_lease_of_whoever_has_taken_its_key() {
+    let rig = Rig::with(policy().lease(SECOND)).await;
+    let mut held = Vec::new();
+    for (nth, key) in ["x", "y"].into_iter().enumerate() {
+        held.push(rt::spawn(rig.post("/held").key(key).body(key).answer()));
+        rig.gate.entered(nth + 1).await;
+    }
+    rig.db
+        .run(
+            "UPDATE idempotency_keys SET owner = decode(md5('another'), 'hex'), \
+             leased_until = clock_timestamp() - interval '1 ms' WHERE key = 'x'",
+        )
+        .await;
+    let ends = lease_ends(&rig.db, "x").await;
+    // From one renewal of the other lease to the one after that, both were due.
+    for _ in 0..3 {
+        let before = lease_ends(&rig.db, "y").await;
+        eventually("the process renews", async || lease_ends(&rig.db, "y").await != before).await;
+    }
+    assert_eq!(lease_ends(&rig.db, "x").await, ends, "it is not its lease");
+    rig.gate.open(2);
+    let told: Vec<_> = join_all(held).await.into_iter().map(|answer| answer.unwrap().status.as_u16()).collect();
+    assert_eq!(told, [409, 201], "and its answer is not stored");
 }
 
 #[actix_web::test]
