@@ -108,7 +108,7 @@ impl ResponseSnapshot {
     }
 
     /// From what is stored; `None` where that is no response.
-    pub(crate) fn restore(status: i16, names: &[String], values: Vec<Vec<u8>>, body: Option<Vec<u8>>) -> Option<Self> {
+    pub(crate) fn restore(status: i16, names: &[String], values: Vec<Bytes>, body: Option<Bytes>) -> Option<Self> {
         let status = StatusCode::from_u16(status.try_into().ok()?).ok()?;
         let headers = names
             .iter()
@@ -117,7 +117,7 @@ impl ResponseSnapshot {
                 Some((HeaderName::from_bytes(name.as_bytes()).ok()?, HeaderValue::from_maybe_shared(value).ok()?))
             })
             .collect::<Option<_>>()?;
-        Some(Self { status, headers, body: body.map(Bytes::from) })
+        Some(Self { status, headers, body })
     }
 
     /// The status alone: that it was done, and nothing about it.
@@ -376,13 +376,13 @@ mod tests {
         let after = ResponseSnapshot::restore(
             201,
             &["link".to_owned()],
-            vec![b"<a>; title=\"\xe9\"".to_vec()],
-            Some(b"\0\xff".to_vec()),
+            vec![b"<a>; title=\"\xe9\"".to_vec().into()],
+            Some(b"\0\xff".to_vec().into()),
         );
         assert_eq!(after, Some(before));
         assert_eq!(ResponseSnapshot::restore(99, &[], vec![], None), None);
-        assert_eq!(ResponseSnapshot::restore(200, &["a b".to_owned()], vec![vec![]], None), None);
-        assert_eq!(ResponseSnapshot::restore(200, &["a".to_owned()], vec![b"\r\n".to_vec()], None), None);
+        assert_eq!(ResponseSnapshot::restore(200, &["a b".to_owned()], vec![Bytes::new()], None), None);
+        assert_eq!(ResponseSnapshot::restore(200, &["a".to_owned()], vec![b"\r\n".to_vec().into()], None), None);
     }
 
     #[test]

@@ -155,7 +155,7 @@ async fn look(engine: &Engine, line: &mut Line, ids: &[[u8; 32]]) -> Result<Vec<
     in_time(DEFAULT_STORE_TIMEOUT, look).await
 }
 
-/// None is kept back: whoever is the last to take it has it to himself, and copies nothing.
+/// All of them share the buffers of its headers and body, and whoever is the last to take it copies nothing at all.
 fn tell(mut replies: Vec<Reply>, row: Row) {
     let row = Arc::new(row);
     let last = replies.pop();
@@ -164,5 +164,47 @@ fn tell(mut replies: Vec<Reply>, row: Row) {
     }
     if let Some(last) = last {
         let _ = last.send(row);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+    use crate::told::Stored;
+
+    #[tokio::test]
+    async fn all_who_are_told_a_row_send_the_same_buffer() {
+        let row = Row {
+            fingerprint: vec![0; 32],
+            recipe: Vec::new(),
+            recipe_version: 1,
+            state: "completed".into(),
+            owner: vec![0; 16],
+            attempt: 1,
+            seed: vec![0; 32],
+            lease_left_ms: 0,
+            expired: false,
+            status: Some(200),
+            header_names: Some(vec!["x".into()]),
+            header_values: Some(vec![Bytes::from(vec![b'x'; 1024])]),
+            body: Some(Bytes::from(vec![b'y'; 1024 * 1024])),
+            snapshot_version: Some(1),
+            expires_in_ms: None,
+            request_id: None,
+        };
+        let body = row.body.clone().unwrap();
+        let (replies, told): (Vec<_>, Vec<_>) = (0..ROOM).map(|_| oneshot::channel()).unzip();
+        tell(replies, row);
+        let mut answers = Vec::new();
+        for row in told {
+            answers.push(Stored::of(Arc::unwrap_or_clone(row.await.unwrap())).unwrap().snapshot);
+        }
+        assert!(answers.iter().all(|answer| answer.body().unwrap().as_ptr() == body.as_ptr()));
+        let values = |answer: &crate::snapshot::ResponseSnapshot| {
+            answer.headers().map(|(_, value)| value.as_bytes().as_ptr()).collect::<Vec<_>>()
+        };
+        assert!(answers.iter().all(|answer| values(answer) == values(&answers[0])));
     }
 }

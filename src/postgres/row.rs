@@ -1,5 +1,6 @@
 //! A row of the keys, read whole: its columns, and what follows from its times.
 
+use bytes::Bytes;
 use diesel::{
     Queryable, deserialize,
     pg::{Pg, data_types::PgTimestamp},
@@ -23,8 +24,9 @@ pub(crate) struct Row {
     /// An attempt that gave the key back has done what a ROLLBACK does not undo.
     pub(crate) acted: bool,
     pub(crate) header_names: Option<Vec<String>>,
-    pub(crate) header_values: Option<Vec<Vec<u8>>>,
-    pub(crate) body: Option<Vec<u8>>,
+    pub(crate) header_values: Option<Vec<Bytes>>,
+    /// One buffer, however many copies of the row there are.
+    pub(crate) body: Option<Bytes>,
     pub(crate) snapshot_version: Option<i16>,
     /// `None`: never.
     pub(crate) expires_in_ms: Option<i64>,
@@ -90,8 +92,8 @@ impl Queryable<RowColumns, Pg> for Row {
             status,
             acted,
             header_names,
-            header_values,
-            body,
+            header_values: header_values.map(|values| values.into_iter().map(Bytes::from).collect()),
+            body: body.map(Bytes::from),
             snapshot_version,
             request_id,
         })
