@@ -21,7 +21,7 @@ use std::{
 };
 
 use tokio::sync::{OnceCell, mpsc};
-use tokio_util::task::TaskTracker;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub(crate) use self::waiters::Patience;
 use self::{flush::Wish, leases::Leases, looks::Looks, recent::Recent, store::Store, waiters::Waiters, watch::Late};
@@ -67,6 +67,8 @@ pub(crate) struct Engine {
     session: OnceCell<Arc<Session>>,
     flushes: mpsc::UnboundedSender<Wish>,
     looks: Looks,
+    /// Ends the loops when the engine goes.
+    gone: CancellationToken,
 }
 
 impl Engine {
@@ -91,13 +93,18 @@ impl Engine {
             sweeping: OnceLock::new(),
             watching: OnceLock::new(),
             late: Late::default(),
+            gone: CancellationToken::new(),
         });
-        let background = background::handle();
-        background.spawn(leases::keep_renewing(Arc::downgrade(&engine), Arc::clone(&engine.leases)));
-        background.spawn(waiters::keep_looking(Arc::downgrade(&engine), Arc::clone(&engine.waiters)));
-        background.spawn(flush::keep_flushing(Arc::downgrade(&engine), wishes));
-        background.spawn(looks::look_for_all(Arc::downgrade(&engine), asked));
+        engine.go_on(leases::keep_renewing(Arc::downgrade(&engine), Arc::clone(&engine.leases)));
+        engine.go_on(waiters::keep_looking(Arc::downgrade(&engine), Arc::clone(&engine.waiters)));
+        engine.go_on(flush::keep_flushing(Arc::downgrade(&engine), wishes));
+        engine.go_on(looks::look_for_all(Arc::downgrade(&engine), asked));
         engine
+    }
+
+    /// On the background thread, and no longer than the engine: whatever a loop waits for then does not keep it.
+    fn go_on(&self, work: impl Future<Output = ()> + Send + 'static) {
+        background::handle().spawn(self.gone.clone().run_until_cancelled_owned(work));
     }
 
     /// What every connection of the pool starts a transaction with, asked once.
@@ -152,8 +159,7 @@ impl Engine {
 
     fn watch(self: &Arc<Self>, is_swept_by_others: bool) -> Arc<Pace> {
         let pace = Arc::new(Pace::new(watch::INTERVAL));
-        let watching = watch::keep_watching(Arc::downgrade(self), Arc::clone(&pace), is_swept_by_others);
-        background::handle().spawn(watching);
+        self.go_on(watch::keep_watching(Arc::downgrade(self), Arc::clone(&pace), is_swept_by_others));
         pace
     }
 
@@ -168,5 +174,38 @@ impl Engine {
     /// Somebody else sweeps. Too late once a request has been protected.
     pub(crate) fn never_sweep(&self) {
         let _ = self.sweeping.set(None);
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.gone.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use tokio::time::sleep;
+
+    use super::*;
+    use crate::pool::PoolBuilder;
+
+    #[tokio::test]
+    async fn nothing_of_an_engine_goes_on_when_it_is_dropped() {
+        let pool = PoolBuilder::new("postgres://nobody@127.0.0.1:1/nothing").build().unwrap();
+        let alive = || background::handle().metrics().num_alive_tasks();
+        let before = alive();
+        let engines: Vec<_> = (0..100).map(|_| Engine::new(pool.clone())).collect();
+        engines.iter().for_each(|engine| engine.sweep(None));
+        // Four loops each, the sweeper, and the look at whether anybody sweeps.
+        assert_eq!(alive(), before + 600);
+        drop(engines);
+        let began = Instant::now();
+        while alive() > before {
+            assert!(began.elapsed() < Duration::from_secs(30), "{} tasks go on", alive() - before);
+            sleep(Duration::from_millis(5)).await;
+        }
     }
 }

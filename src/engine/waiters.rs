@@ -167,9 +167,6 @@ pub(crate) async fn keep_looking(engine: Weak<Engine>, waiters: Arc<Waiters>) {
         if waited.is_empty() {
             line.hang_up();
             waiters.first.notified().await;
-            if engine.strong_count() == 0 {
-                return;
-            }
         } else {
             let Some(engine) = engine.upgrade() else { return };
             if let Err(error) = look(&engine, &waited, &mut line).await {
