@@ -2,63 +2,40 @@
 //! at its end.
 //!
 //! A lock that lives as long as the transaction makes concurrent duplicates cheap: they are told so at
-//! once. The primary key is the guarantee: where two requests get past the lock (two ids may share
-//! its 64 bits only to be told 409 for nothing, and a row may be committed between the look and the
-//! lock), the second one cannot write its row, is rolled back, and answered by what is stored.
+//! once. Whoever has it runs a handler; whoever only looks, or asks what has become of a key, takes none
+//! that a claim would miss. The primary key is the guarantee: where two requests get past the lock (one of
+//! another policy takes none), the second one cannot write its row, is rolled back, and answered by what
+//! is stored. Two ids may share the lock's 64 bits: then one of them is told 409 for nothing.
 
-use std::{
-    collections::HashSet,
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{fmt, sync::Arc, time::Duration};
+
+use tokio::time::sleep;
 
 use crate::{
     ask::{Ask, Columns},
     claim::{self, Claim},
-    engine::{Engine, leases::Owner, store::in_time},
+    engine::{
+        Engine,
+        leases::Owner,
+        running::{Entered, Found, Running},
+        store::in_time,
+    },
     error::{Error, ErrorKind},
     lease::Ended,
     policy::{Policy, Quota},
-    postgres::transactions::{self, Seen},
+    postgres::{
+        AsyncPgConnection, keys,
+        transactions::{self, Looked, Seen},
+    },
     refusal::{self, Code},
-    scope::KeyId,
     snapshot::ResponseSnapshot,
     telemetry::{self, Event},
     told::{Ahead, Told},
     transaction::{Commit, Parts, Transaction},
 };
 
-/// The requests of this process that run under an atomic policy.
-#[derive(Debug, Default)]
-pub(crate) struct Running(Mutex<HashSet<KeyId>>);
-
-impl Running {
-    fn enter(engine: &Arc<Engine>, id: KeyId) -> Option<Entered> {
-        let mut running = engine.atomic.0.lock().unwrap_or_else(PoisonError::into_inner);
-        running.insert(id).then(|| Entered { engine: Arc::clone(engine), id, claimed: false })
-    }
-
-    pub(crate) fn count(&self) -> usize {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
-    }
-}
-
-struct Entered {
-    engine: Arc<Engine>,
-    id: KeyId,
-    claimed: bool,
-}
-
-impl Drop for Entered {
-    fn drop(&mut self) {
-        self.engine.atomic.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
-        // Whoever only looked has nothing to tell, not even to itself if it waits.
-        if self.claimed {
-            self.engine.waiters.wake(&self.id);
-        }
-    }
-}
+/// How often it is asked whether a transaction of unknown outcome is over.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// A request that runs in a transaction of its own, and the row that it will replace, if any.
 pub(crate) struct Atomic {
@@ -68,6 +45,8 @@ pub(crate) struct Atomic {
     owner: Owner,
     seed: [u8; 32],
     seen: Option<Seen>,
+    /// Which process serves the transaction.
+    backend: i32,
     _entered: Entered,
 }
 
@@ -82,16 +61,19 @@ pub(crate) async fn claim(
         let told = row.map(|row| Told::by(row, ask, policy)).transpose()?.flatten();
         return Ok(Claim::Told(told.unwrap_or(Told::Draining)));
     }
-    let Some(mut entered) = Running::enter(engine, ask.id) else { return Ok(Claim::Told(outstanding())) };
+    let entered = match in_time(policy.store_timeout, enter(engine, ask, policy)).await? {
+        Claim::Fresh(entered) => entered,
+        Claim::Told(told) => return Ok(Claim::Told(told)),
+    };
     match open(engine, ask, policy).await {
         // A connection may have died since it was last used, and nothing was written yet.
         Err(error) if error.kind() == ErrorKind::Connection => open(engine, ask, policy).await,
         opened => opened,
     }
     .map(|opened| {
-        opened.map(|(transaction, seen)| {
+        opened.map(|Opened { transaction, seen, backend }| {
             telemetry::event(Event::Fresh, &ask.id);
-            entered.claimed = true;
+            entered.run();
             engine.sweep(policy.retention);
             let atomic = Atomic {
                 engine: Arc::clone(engine),
@@ -100,6 +82,7 @@ pub(crate) async fn claim(
                 owner: rand::random(),
                 seed: rand::random(),
                 seen,
+                backend,
                 _entered: entered,
             };
             (Box::new(atomic), transaction)
@@ -107,27 +90,78 @@ pub(crate) async fn claim(
     })
 }
 
-/// The transaction, and what it saw of the row.
-type Opened = Claim<(Transaction, Option<Seen>)>;
+/// One of those who come at the same time asks the store. The others need no connection meanwhile, and are told what
+/// it has found.
+async fn enter(engine: &Arc<Engine>, ask: &Ask, policy: &Policy) -> Result<Claim<Entered>, Error> {
+    loop {
+        match Running::enter(engine, ask.id) {
+            Found::Free(entered) => return Ok(Claim::Fresh(entered)),
+            Found::Runs => return Ok(Claim::Told(outstanding())),
+            Found::Asks(over) => over.await,
+        }
+        if engine.recent.knows(&ask.id)
+            && let Some(told) = claim::look_with_others(engine, ask, policy).await
+        {
+            return Ok(Claim::Told(told));
+        }
+    }
+}
 
-async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Opened, Error> {
+/// A transaction that has the key.
+struct Opened {
+    transaction: Transaction,
+    seen: Option<Seen>,
+    backend: i32,
+}
+
+async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<Claim<Opened>, Error> {
     let mut transaction = Transaction::begin(engine, policy).await?;
-    let look = async {
-        let (lock, id) = (ask.id.lock(), &ask.id.0);
-        Ok(transactions::try_lock_and_look(transaction.conn_mut(), lock, id, ask.not_after).await?)
-    };
-    let (locked, in_good_time, row) = in_time(policy.store_timeout, look).await?;
-    let seen = row.as_ref().map(Seen::of);
-    let counts = seen.is_none() && policy.quota != Quota::default();
-    let told = match row.map(|row| Told::by(row, ask, policy)).transpose()?.flatten() {
-        None if locked && !in_good_time => Told::TokenExpired,
-        None if locked && counts && is_full(&mut transaction, ask, policy).await? => Told::QuotaExceeded,
-        None if locked => return Ok(Claim::Fresh((transaction, seen))),
-        None => outstanding(),
+    let met = in_time(policy.store_timeout, meet(engine, transaction.conn(), ask, policy)).await?;
+    let mut told = met.told;
+    if told.is_none() && transaction.has_one_snapshot(policy) {
+        // It was taken before the lock was asked for.
+        told = claim::look_with_others(engine, ask, policy).await;
+    }
+    let counts = met.seen.is_none() && policy.quota != Quota::default();
+    let told = match told {
         Some(told) => told,
+        None if !met.locked => outstanding(),
+        None if !met.in_good_time => Told::TokenExpired,
+        None if counts && is_full(&mut transaction, ask, policy).await? => Told::QuotaExceeded,
+        None => return Ok(Claim::Fresh(Opened { transaction, seen: met.seen, backend: met.backend })),
     };
     transaction.rollback(policy).await;
     Ok(Claim::Told(told))
+}
+
+/// How a transaction finds a key.
+pub(crate) struct Met {
+    /// By the row, unless that may be replaced.
+    pub(crate) told: Option<Told>,
+    pub(crate) locked: bool,
+    in_good_time: bool,
+    pub(crate) seen: Option<Seen>,
+    backend: i32,
+}
+
+/// Asks for the lock of a key, and looks. Only whoever runs the key where he gets the lock asks for it: where somebody else
+/// has it, the handler runs.
+pub(crate) async fn meet(engine: &Engine, conn: &AsyncPgConnection, ask: &Ask, policy: &Policy) -> Result<Met, Error> {
+    let mut over = false;
+    loop {
+        let looked = transactions::lock_and_look(conn, ask.id.lock(), &ask.id.0, ask.not_after, over).await?;
+        let Looked { locked, in_good_time, row, backend } = looked;
+        if row.is_some() {
+            engine.recent.remember(&ask.id);
+        }
+        let seen = row.as_ref().map(Seen::of);
+        let told = row.map(|row| Told::by(row, ask, policy)).transpose()?.flatten();
+        match (&told, locked) {
+            // There is a row, and it may be replaced.
+            (None, None) => over = true,
+            _ => return Ok(Met { told, locked: locked == Some(true), in_good_time, seen, backend }),
+        }
+    }
 }
 
 async fn is_full(transaction: &mut Transaction, ask: &Ask, policy: &Policy) -> Result<bool, Error> {
@@ -199,7 +233,7 @@ impl Atomic {
         Ended::Landed
     }
 
-    /// The lock decides: while the transaction may still commit, its backend holds it.
+    /// The lock decides: while the transaction may still commit, its backend has it.
     async fn resolve(&self, code: Code) -> Ended {
         match self.owner_after_the_lock().await {
             Ok(Some(owner)) if owner == self.owner => self.landed(),
@@ -215,7 +249,9 @@ impl Atomic {
     async fn owner_after_the_lock(&self) -> Result<Option<Vec<u8>>, Error> {
         let wait = async {
             let mut conn = self.engine.store.connection().await?;
-            transactions::wait_for_lock(&mut conn, self.ask.id.lock()).await?;
+            while keys::is_held_by(&mut conn, self.ask.id.lock(), self.backend).await? {
+                sleep(PAUSE).await;
+            }
             conn.give_back();
             Ok(())
         };

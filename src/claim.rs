@@ -60,10 +60,15 @@ pub(crate) async fn look(engine: &Engine, ask: &Ask, policy: &Policy) -> Option<
         return None;
     }
     let began = Instant::now();
-    let row = engine.look_with_others(ask.id, policy).await?;
-    let told = Told::by(row, ask, policy).ok()??;
+    let told = look_with_others(engine, ask, policy).await?;
     telemetry::claimed(began);
     Some(told)
+}
+
+/// The same of any key. Also `None` where nobody could look in good time.
+pub(crate) async fn look_with_others(engine: &Engine, ask: &Ask, policy: &Policy) -> Option<Told> {
+    let row = engine.look_with_others(ask.id, policy).await?;
+    Told::by(row, ask, policy).ok()?
 }
 
 /// Claims the key of a request, or says why not.
@@ -86,6 +91,7 @@ pub(crate) async fn claim(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>)
 /// `None`: there is no answer for it yet.
 pub(crate) async fn look_again(engine: &Engine, ask: &Ask, policy: &Policy) -> Result<Option<Told>, Error> {
     let Some(row) = engine.look(&ask.id, policy).await? else { return Ok(None) };
+    engine.recent.remember(&ask.id);
     match decide(&row, &ask.fingerprint, &[], OnCompleted::Replay) {
         Decision::Mine | Decision::Outstanding | Decision::TakeOver(_) => Ok(None),
         decision => Told::of(decision, row, ask, policy).map(Some),

@@ -77,25 +77,48 @@ impl Status {
         let scope = Scope::elsewhere(request, policy, &self.method, &self.pattern)?;
         for source in &policy.keys {
             let id = scope.id(&source.tag(), &key);
-            let row = engine.look(&id, policy).await.map_err(|error| failed(&error))?;
-            match row {
-                Some(row) if row.expired => {}
-                Some(row) if row.state == "outstanding" => return Ok(outstanding(policy)),
-                Some(row) if row.state == "completed" => return completed(request, policy, row, wants_answer),
-                None if policy.is_atomic && runs(engine, policy, &id).await.map_err(|error| failed(&error))? => {
-                    return Ok(outstanding(policy));
-                }
-                // Released: nothing was done.
-                _ => {}
+            match fate(engine, policy, &id).await.map_err(|error| failed(&error))? {
+                Fate::Outstanding => return Ok(outstanding(policy)),
+                Fate::Completed(row) => return completed(request, policy, *row, wants_answer),
+                Fate::Nothing => {}
             }
         }
         Err(Code::KeyUnknown.into())
     }
 }
 
-/// Whether somebody runs the key without a row.
-async fn runs(engine: &Engine, policy: &Policy, id: &KeyId) -> Result<bool, Error> {
-    engine.is_locked(id, policy).await
+/// What has become of a key.
+enum Fate {
+    Outstanding,
+    Completed(Box<Row>),
+    /// It is unknown, has expired, or was released: nothing was done.
+    Nothing,
+}
+
+impl Fate {
+    fn of(row: Row) -> Self {
+        match row.state.as_str() {
+            _ if row.expired => Self::Nothing,
+            "outstanding" => Self::Outstanding,
+            "completed" => Self::Completed(Box::new(row)),
+            _ => Self::Nothing,
+        }
+    }
+}
+
+/// Without a row somebody may run it all the same under an atomic policy. Where nobody does any more, the row that they
+/// have written meanwhile is there.
+async fn fate(engine: &Engine, policy: &Policy, id: &KeyId) -> Result<Fate, Error> {
+    let before = engine.look(id, policy).await?.map_or(Fate::Nothing, Fate::of);
+    match before {
+        Fate::Nothing if policy.is_atomic => {
+            if engine.is_locked(id, policy).await? {
+                return Ok(Fate::Outstanding);
+            }
+            Ok(engine.look(id, policy).await?.map_or(Fate::Nothing, Fate::of))
+        }
+        known => Ok(known),
+    }
 }
 
 fn outstanding(policy: &Policy) -> HttpResponse {

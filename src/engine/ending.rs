@@ -144,11 +144,11 @@ impl Engine {
     pub(crate) async fn is_locked(&self, id: &KeyId, policy: &Policy) -> Result<bool, Error> {
         let ask = async {
             let mut conn = self.store.connection().await?;
-            let settled = keys::settled(&mut conn, &[&id.0], &[Some(id.lock())]).await?;
+            let is_held = keys::is_held(&mut conn, id.lock()).await?;
             conn.give_back();
-            Ok(settled.is_empty())
+            Ok(is_held)
         };
-        in_time(policy.store_timeout, ask).await
+        if self.running.runs(id) { Ok(true) } else { in_time(policy.store_timeout, ask).await }
     }
 
     /// The row as it is, or `None`. Asked again where the connection turns out to be dead.

@@ -7,6 +7,7 @@ mod flush;
 pub(crate) mod leases;
 mod looks;
 mod recent;
+pub(crate) mod running;
 pub(crate) mod store;
 mod waiters;
 mod watch;
@@ -24,9 +25,11 @@ use tokio::sync::{OnceCell, mpsc};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub(crate) use self::waiters::Patience;
-use self::{flush::Wish, leases::Leases, looks::Looks, recent::Recent, store::Store, waiters::Waiters, watch::Late};
+use self::{
+    flush::Wish, leases::Leases, looks::Looks, recent::Recent, running::Running, store::Store, waiters::Waiters,
+    watch::Late,
+};
 use crate::{
-    atomic::Running,
     check::{Finding, Severity},
     error::Error,
     postgres::{
@@ -63,7 +66,7 @@ pub(crate) struct Engine {
     watching: OnceLock<Arc<Pace>>,
     late: Late,
     pub(crate) holders: Arc<Holders>,
-    pub(crate) atomic: Running,
+    pub(crate) running: Running,
     session: OnceCell<Arc<Session>>,
     flushes: mpsc::UnboundedSender<Wish>,
     looks: Looks,
@@ -78,7 +81,7 @@ impl Engine {
         let (looks, asked) = Looks::new();
         let engine = Arc::new(Self {
             holders: Holders::of(&pool),
-            atomic: Running::default(),
+            running: Running::default(),
             session: OnceCell::new(),
             flushes,
             looks,
@@ -125,7 +128,7 @@ impl Engine {
 
     /// How many keys are held: by leases, and by transactions of their own.
     pub(crate) fn outstanding(&self) -> usize {
-        self.leases.count() + self.atomic.count()
+        self.leases.count() + self.running.count()
     }
 
     /// Whether this is the first request of the process that has a key and no principal.

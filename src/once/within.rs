@@ -13,10 +13,7 @@ use crate::{
     atomic,
     engine::leases::Owner,
     error::{Error, ErrorKind},
-    postgres::{
-        keys, savepoint,
-        transactions::{self, Seen},
-    },
+    postgres::{keys, savepoint, transactions},
     refusal::Code,
     scope::Scope,
     telemetry,
@@ -106,14 +103,11 @@ impl Once {
         ask: &Ask,
         work: impl AsyncFnOnce(&mut AsyncPgConnection) -> Result<T, E>,
     ) -> Result<Within<T>, OnceError<E>> {
-        let looked = transactions::try_lock_and_look(conn, ask.id.lock(), &ask.id.0, ask.not_after).await;
-        let (locked, _, row) = looked.map_err(store)?;
-        let seen = row.as_ref().map(Seen::of);
-        let told = row.map(|row| Told::by(row, ask, &self.policy)).transpose().map_err(OnceError::Store)?;
-        match told.flatten() {
+        let met = atomic::meet(&self.engine, conn, ask, &self.policy).await.map_err(store)?;
+        match met.told {
             Some(told) => return Ok(Within::Told(told)),
             None if self.engine.is_draining() => return Ok(Within::Told(Told::Draining)),
-            None if !locked => return Ok(Within::Told(atomic::outstanding())),
+            None if !met.locked => return Ok(Within::Told(atomic::outstanding())),
             None => {}
         }
         let depth = transactions::depth(conn);
@@ -128,7 +122,7 @@ impl Once {
         let snapshot = self.policy.stored(json_of(&value).fit_for(&self.policy));
         let parts = Parts::of(&snapshot);
         let answer = parts.answer(&snapshot);
-        match transactions::finish(conn, &new, &answer, None, seen.as_ref()).await {
+        match transactions::finish(conn, &new, &answer, None, met.seen.as_ref()).await {
             Ok(true) => {
                 self.engine.recent.remember(&ask.id);
                 self.engine.sweep(self.policy.retention);

@@ -250,20 +250,48 @@ pub(crate) async fn renew(
     Renew { ids: &ids, owners: &owners, lease_ms: &lease_ms }.load(conn).await
 }
 
+/// The locks under which keys run without a row, as numbers. Read from the list of all locks, which every role may read:
+/// whoever asked by trying one would have it for a moment, and a claim would miss it.
+const HELD: &str = "SELECT (held.classid::bigint << 32) | held.objid::bigint FROM pg_locks AS held \
+     WHERE held.locktype = 'advisory' AND held.objsubid = 1 AND held.mode = 'ExclusiveLock' AND held.granted \
+     AND held.database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+
 statement! {
-    /// Whoever holds the lock of a key runs it without a row.
+    struct IsHeld { lock: i64 }
+    returns Bool;
+    ["SELECT ", (lock: BigInt), " IN (", HELD, ")"]
+}
+
+/// Whether somebody runs the key of this lock.
+pub(crate) async fn is_held(conn: &mut AsyncPgConnection, lock: i64) -> QueryResult<bool> {
+    IsHeld { lock: &lock }.get_result(conn).await
+}
+
+statement! {
+    struct IsHeldBy { lock: i64, backend: i32 }
+    returns Bool;
+    ["SELECT ", (lock: BigInt), " IN (", HELD, " AND held.pid = ", (backend: Integer), ")"]
+}
+
+/// Whether the transaction of this backend still has the lock.
+pub(crate) async fn is_held_by(conn: &mut AsyncPgConnection, lock: i64, backend: i32) -> QueryResult<bool> {
+    IsHeldBy { lock: &lock, backend: &backend }.get_result(conn).await
+}
+
+statement! {
+    /// The locks are read once for all, and only where one of the keys has no row that tells.
     struct Settled { ids: &'a [&'a [u8]], locks: &'a [Option<i64>] }
     returns Binary;
     [
         "SELECT waited.id FROM unnest(", (ids: Array<Binary>), ", ", (locks: Array<Nullable<BigInt>>),
         ") AS waited (id, lock) LEFT JOIN idempotency_keys AS k ON k.id = waited.id \
          WHERE k.state = 'completed' OR (k.id IS NULL OR k.state <> 'outstanding' OR k.leased_until <= clock_timestamp()) \
-         AND (waited.lock IS NULL OR pg_try_advisory_xact_lock_shared(waited.lock))",
+         AND (waited.lock IS NULL OR waited.lock NOT IN (", HELD, "))",
     ]
 }
 
-/// Which of these keys somebody who waits for them should look at again. A lock is asked for where the
-/// request may run without a row, and held no longer than the statement.
+/// Which of these keys somebody who waits for them should look at again. The lock is that of a request that may run
+/// without a row. Nobody misses it for this.
 pub(crate) async fn settled(
     conn: &mut AsyncPgConnection,
     ids: &[&[u8]],

@@ -9,6 +9,7 @@ use diesel::{
     sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, SmallInt, Text},
 };
 use diesel_async::{AnsiTransactionManager, AsyncConnection, RunQueryDsl, SimpleAsyncConnection, TransactionManager};
+use futures_util::future::join;
 
 use super::{
     AsyncPgConnection,
@@ -211,29 +212,61 @@ pub(crate) async fn is_marked(conn: &AsyncPgConnection, mark: &str) -> QueryResu
 }
 
 statement! {
-    struct TryLockAndLook { lock: i64, id: [u8], not_after_ms: Option<i64> }
-    returns (Bool, Bool, Nullable<RowColumns>);
+    /// The ticket is a mark in the transaction by which the look tells that it came later.
+    struct TryLock { ticket: str, over: bool, id: [u8], lock: i64 }
+    returns (Text, Nullable<Bool>);
     [
-        "SELECT pg_try_advisory_xact_lock(", (lock: BigInt), "), coalesce(timestamptz 'epoch' + ",
-        (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' > clock_timestamp(), true), ", ROW_COLUMNS,
+        "SELECT set_config('actix_idempotency.ticket', ", (ticket: Text), ", true), CASE WHEN NOT ", (over: Bool),
+        " AND EXISTS (SELECT FROM idempotency_keys WHERE id = ", (id: Binary),
+        ") THEN NULL ELSE pg_try_advisory_xact_lock(", (lock: BigInt), ") END",
+    ]
+}
+
+statement! {
+    struct LookAfter { ticket: str, id: [u8], not_after_ms: Option<i64> }
+    returns (Bool, Integer, Bool, Nullable<RowColumns>);
+    [
+        "SELECT coalesce(current_setting('actix_idempotency.ticket', true) = ", (ticket: Text),
+        ", false), pg_backend_pid(), coalesce(timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>),
+        " * interval '1 millisecond' > clock_timestamp(), true), ", ROW_COLUMNS,
         " FROM (SELECT) AS one LEFT JOIN idempotency_keys AS k ON k.id = ", (id: Binary),
     ]
 }
 
-/// Whether the lock is ours until the end of the transaction, whether there still is time to claim the key, and
-/// the row, if there is one. Waits for nobody. The row may be older than the lock.
-pub(crate) async fn try_lock_and_look(
-    conn: &mut AsyncPgConnection,
+/// What a transaction knows of a key before it runs anything.
+pub(crate) struct Looked {
+    /// Whether the lock is ours until the end of the transaction. `None`: there is a row, and the lock was not asked for.
+    pub(crate) locked: Option<bool>,
+    /// Whether there still is time to claim the key.
+    pub(crate) in_good_time: bool,
+    pub(crate) row: Option<Row>,
+    /// The process that serves this connection.
+    pub(crate) backend: i32,
+}
+
+/// Asks for the lock, and then looks, in one flight: where transactions are READ COMMITTED, what was committed before the
+/// lock was free is seen. Waits for nobody. `over` a row too; otherwise whoever finds one has no lock that
+/// another would miss, while he is told what the row says.
+pub(crate) async fn lock_and_look(
+    conn: &AsyncPgConnection,
     lock: i64,
     id: &[u8],
     not_after_ms: Option<i64>,
-) -> QueryResult<(bool, bool, Option<Row>)> {
-    TryLockAndLook { lock: &lock, id, not_after_ms: &not_after_ms }.get_result(conn).await
-}
-
-/// Waits until nobody has the lock. For the outcome of a COMMIT that nobody acknowledged.
-pub(crate) async fn wait_for_lock(conn: &mut AsyncPgConnection, lock: i64) -> QueryResult<()> {
-    diesel::sql_query("SELECT pg_advisory_xact_lock($1)").bind::<BigInt, _>(lock).execute(conn).await.map(drop)
+    over: bool,
+) -> QueryResult<Looked> {
+    let ticket = hex::encode(rand::random::<[u8; 8]>());
+    let asked = TryLock { ticket: &ticket, over: &over, id, lock: &lock };
+    let look = || LookAfter { ticket: &ticket, id, not_after_ms: &not_after_ms };
+    let (mut first, mut second) = (conn, conn);
+    let (asked, looked) = join(asked.get_result(&mut first), look().get_result(&mut second)).await;
+    let (_, locked): (String, Option<bool>) = asked?;
+    let mut looked: (bool, i32, bool, Option<Row>) = looked?;
+    if !looked.0 {
+        // It had to be prepared less, and has overtaken.
+        looked = look().get_result(&mut first).await?;
+    }
+    let (_, backend, in_good_time, row) = looked;
+    Ok(Looked { locked, in_good_time, row, backend })
 }
 
 /// How a finished row is written, over nothing or over the row that was seen.

@@ -19,6 +19,7 @@ mod ending;
 mod examples;
 mod failure;
 mod fingerprint;
+mod finished;
 mod flush;
 mod form_token;
 mod form_token_expiry;

@@ -6,11 +6,12 @@ use futures_util::future::join_all;
 use crate::support::{app::order, client::RequestExt, rig::Rig, statements::counting};
 
 /// Statements with these words are sent more than often enough to tell.
-const HOT: [&str; 6] = [
+const HOT: [&str; 7] = [
     "INSERT INTO idempotency_keys (id",
     "UPDATE idempotency_keys SET state",
     "AS asked (id)",
     "pg_try_advisory_xact_lock",
+    "LEFT JOIN idempotency_keys AS k ON k.id",
     "INSERT INTO idempotency_inbox",
     "DELETE FROM idempotency_inbox_attempts",
 ];

@@ -25,7 +25,8 @@ use crate::support::{
 
 const CLAIM: &str = "INSERT INTO idempotency_keys (id";
 const FINISH: &str = "INSERT INTO idempotency_keys AS k";
-const LOCK: &str = "SELECT pg_try_advisory_xact_lock";
+const LOCK: &str = "pg_try_advisory_xact_lock";
+const LOOK: &str = "LEFT JOIN idempotency_keys AS k ON k.id";
 const COMPLETE: &str = "SET state = 'completed'";
 const RELEASE: &str = "SET state = 'released'";
 const COMMIT: &str = "COMMIT";
@@ -185,7 +186,7 @@ async fn a_claim_that_is_acknowledged_late_is_outstanding_for_others() {
 #[actix_web::test]
 async fn an_atomic_claim_that_is_lost_is_opened_again_or_refused() {
     for lost in [Do::CutAnswer, Do::CutRequest, Do::SwallowAnswer] {
-        for what in ["BEGIN", LOCK] {
+        for what in ["BEGIN", LOCK, LOOK] {
             let (rig, proxy) = behind_a_proxy(Policy::new().atomic()).await;
             let mishap = proxy.next(what, lost);
             let first = rig.within().await;
@@ -382,6 +383,29 @@ async fn a_commit_that_is_still_on_its_way_is_never_decided_by_a_read() {
         assert!(replay.is_replay() && replay.status == 201, "{policy:?}: {}", replay.text());
         assert_eq!(rig.db.effects("x").await, 1);
     }
+}
+
+/// Whoever else has answered meanwhile, it is theirs that is sent.
+#[actix_web::test]
+async fn an_answer_that_another_has_stored_while_the_outcome_of_a_commit_was_asked_is_sent_and_not_its_own() {
+    let (rig, proxy) = behind_a_proxy_waiting(Policy::new().atomic(), PATIENCE).await;
+    let other = rig.twin_serving(Policy::new().anonymous().atomic(), routes);
+    let asked = proxy.next("pg_locks", Do::HoldRequest);
+    let lost = proxy.next(COMMIT, Do::CutRequest);
+    let first = rt::spawn(rig.post("/within").key("a").answer());
+    asked.happened().await;
+    assert!(lost.has_happened());
+    let stored = std::cell::OnceCell::new();
+    eventually("Postgres has noticed, and another has run", async || {
+        let answer = other.post("/within").key("a").answer().await;
+        assert!(answer.status == 201 || answer.code() == "outstanding", "{}", answer.text());
+        answer.status == 201 && stored.set(answer).is_ok()
+    })
+    .await;
+    asked.let_go();
+    let first = first.await.unwrap();
+    stored.into_inner().unwrap().assert_replayed_by(&first);
+    assert_eq!(rig.db.effects("x").await, 1);
 }
 
 #[actix_web::test]
