@@ -78,7 +78,8 @@ impl Policy {
     /// version, and a process that is killed frees its key when its connection ends.
     ///
     /// While it runs, other requests with the key get 409, or wait, whatever they ask for: what it asks
-    /// for cannot be seen before it commits. An answer of 400 and more leaves no row, unless
+    /// for cannot be seen before it commits. Who waits, and who asks for a [status](crate::Idempotency::status),
+    /// reads `pg_locks`, as every role may unless that was revoked. An answer of 400 and more leaves no row, unless
     /// [`keep`](Self::keep) keeps it. The connection is held from the claim on, by at most
     /// [`Idempotency::max_transactions`](crate::Idempotency::max_transactions) requests at a time.
     /// [`IdemKey::derive`](crate::IdemKey::derive) is refused: it is for effects outside the database.

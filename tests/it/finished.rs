@@ -14,11 +14,7 @@ use actix_web::{
     web::{self, Data, ServiceConfig},
 };
 use diesel::sql_types::Text;
-use futures_util::{
-    StreamExt,
-    future::{join_all, select},
-    stream::FuturesUnordered,
-};
+use futures_util::{StreamExt, future::join_all, stream::FuturesUnordered};
 use reqwest::{Client, RequestBuilder};
 use serde_json::json;
 use tokio::sync::Barrier;
@@ -222,27 +218,23 @@ async fn of_a_crowd_of_first_requests_all_but_one_are_told_while_that_one_has_th
     assert_eq!(process.runs(), 1);
 }
 
+/// Whatever it has locked by that, it would still have.
 #[actix_web::test]
 async fn whoever_asks_what_has_become_of_a_key_is_in_no_claims_way() {
     let db = Db::new().await;
+    let proxy = Proxy::before(&db.url);
     let (process, other) =
-        (Process::start(&db.url, 5, Isolation::Default), Process::start(&db.url, 5, Isolation::Default));
-    let round = AtomicUsize::new(0);
-    let key = || format!("k{}", round.load(Ordering::SeqCst));
-    let asking = join_all((0..8).map(async |_| {
-        loop {
-            let status = other.status(&key()).answer().await.status.as_u16();
-            assert!([404, 202, 200].contains(&status), "{status}");
-        }
-    }));
-    let claiming = async {
-        for _ in 0..repeat(2000, 150) {
-            let fresh = process.order(&key(), "x").answer().await;
-            assert_eq!(fresh.status, 201, "{}", fresh.text());
-            round.fetch_add(1, Ordering::SeqCst);
-        }
-    };
-    select(Box::pin(claiming), Box::pin(async { drop(asking.await) })).await;
+        (Process::start(&db.url, 5, Isolation::Default), Process::start(&proxy.url(&db.url), 5, Isolation::Default));
+    let asked = proxy.next("pg_locks", Do::HoldSync);
+    let status = rt::spawn(other.status("k").answer());
+    asked.happened().await;
+    let carried_out = "EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'active' \
+                       AND wait_event = 'ClientRead' AND query LIKE '%AS held%')";
+    eventually("it has asked", || db.is(carried_out)).await;
+    let fresh = process.order("k", "x").answer().await;
+    assert_eq!(fresh.status, 201, "{}", fresh.text());
+    asked.let_go();
+    assert_eq!(status.await.unwrap().json()["state"], "completed");
 }
 
 #[actix_web::test]

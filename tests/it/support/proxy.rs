@@ -33,6 +33,8 @@ pub enum Do {
     HoldRequest,
     /// It is carried out, and its answer is held up until the test lets it go.
     HoldAnswer,
+    /// It is carried out, and its own transaction stays open until the test lets it go.
+    HoldSync,
 }
 
 struct Rule {
@@ -190,6 +192,9 @@ impl Message {
     }
 }
 
+/// How long the message is that ends a request of several.
+const SYNC: usize = 5;
+
 /// One connection.
 struct Line {
     client: TcpStream,
@@ -259,6 +264,13 @@ impl Line {
                 Some(Do::HoldRequest) => {
                     hold(&rule.unwrap());
                     self.unanswered.lock().unwrap().push_back(None);
+                }
+                Some(Do::HoldSync) => {
+                    self.unanswered.lock().unwrap().push_back(None);
+                    let sync = request.split_off(request.len() - SYNC);
+                    (&self.server).write_all(&request)?;
+                    hold(&rule.unwrap());
+                    request = sync;
                 }
                 _ => self.unanswered.lock().unwrap().push_back(rule),
             }
