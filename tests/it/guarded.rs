@@ -1,5 +1,7 @@
 //! Take only where there is enough.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use actix_idempotency::{Decrement, GuardedError, IdemTx, Retry, Versioned, versioned};
 use actix_web::{HttpResponse, Result, web};
 use diesel::prelude::*;
@@ -40,18 +42,22 @@ async fn db() -> Db {
 async fn a_hundred_buyers_get_the_thirty_pieces_there_are() {
     let db = db().await;
     for (id, pool) in [(1_i64, db.pool(8)), (2, db.serializable_pool(8))] {
-        let buyers = (0..100).map(|_| {
-            let pool = pool.clone();
-            actix_web::rt::spawn(async move {
-                let mut conn = pool.get().await.unwrap();
-                // Above READ COMMITTED, one may lose against more others than a statement is sent again for.
+        // As many at a time as there are connections: nobody waits for one.
+        let queue = AtomicU32::new(0);
+        let tills = (0..8).map(|_| async {
+            let mut conn = pool.get().await.unwrap();
+            let mut outcomes = Vec::new();
+            while queue.fetch_add(1, Ordering::Relaxed) < 100 {
                 let buy = async |conn: &mut AsyncPgConnection| {
                     products::stock.decrement(id, 1).set(products::sold.eq(products::sold + 1)).execute(conn).await
                 };
-                Retry::new().tries(100).run(&mut conn, buy).await
-            })
+                // Above READ COMMITTED, one may lose against more others than a statement is sent again for.
+                outcomes.push(Retry::new().tries(100).run(&mut conn, buy).await);
+            }
+            outcomes
         });
-        let outcomes: Vec<_> = join_all(buyers).await.into_iter().map(Result::unwrap).collect();
+        let outcomes: Vec<_> = join_all(tills).await.into_iter().flatten().collect();
+        assert_eq!(outcomes.len(), 100);
         let mut left: Vec<i64> = outcomes.iter().filter_map(|outcome| outcome.as_ref().ok().copied()).collect();
         left.sort_unstable();
         assert_eq!(left, (0..30).collect::<Vec<_>>());

@@ -41,7 +41,8 @@ async fn insist(purchase: &Purchase, server: &ServerProcess) -> Answer {
     eventually("the purchase is served", async || {
         let answer = attempt(purchase, server).await.unwrap().unwrap();
         if answer.status != 201 {
-            assert_eq!(answer.code(), "outstanding");
+            // Outstanding; or, above READ COMMITTED, a renewal came between its snapshot and its lock on the row.
+            assert!(answer.retry_after().is_some(), "{answer:?}");
             return false;
         }
         answered.set(answer).is_ok()

@@ -200,11 +200,11 @@ async fn retries_are_answered_while_the_connection_that_looks_hangs() {
     let (first, pid) = told(&rig, "x").await;
     let stopped = Stopped::new(pid);
     let began = Instant::now();
-    for _ in 0..20 {
+    for _ in 0..120 {
         first.assert_replayed_by(&send(&rig, "x").await);
     }
-    // Only the first of them finds out that it hangs: half a second. Each in turn would be ten.
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    // Only the first of them finds out that it hangs: half a second. Each in turn would be a minute, on any machine.
+    assert!(began.elapsed() < Duration::from_secs(55), "{:?}", began.elapsed());
     drop(stopped);
 }
 

@@ -16,6 +16,7 @@ use fantoccini::{
     Client, ClientBuilder, Locator,
     actions::{InputSource, MOUSE_BUTTON_LEFT, MouseActions, PointerAction},
     elements::Element,
+    error::CmdError,
 };
 use hyper_util::client::legacy::connect::HttpConnector;
 use serde_json::json;
@@ -89,9 +90,26 @@ impl Browser {
 
     /// Types over what a field says.
     pub async fn fill_in(&self, css: &str, value: &str) {
-        let field = self.element(css).await;
-        field.clear().await.unwrap();
-        field.send_keys(value).await.unwrap();
+        self.at(Locator::Css(css), async |field| {
+            field.clear().await?;
+            field.send_keys(value).await
+        })
+        .await;
+    }
+
+    /// A link with this text.
+    pub async fn follow(&self, text: &str) {
+        self.at(Locator::LinkText(text), async |link| link.click().await).await;
+    }
+
+    /// With an element once it is there, and again with the one that stands there then, where the page has changed in
+    /// between.
+    async fn at(&self, place: Locator<'_>, act: impl AsyncFn(Element) -> Result<(), CmdError>) {
+        eventually(&format!("{place:?} is there"), async || match self.find(place).await {
+            Ok(element) => act(element).await.is_ok(),
+            Err(_) => false,
+        })
+        .await;
     }
 
     /// Two clicks, as far apart as those of a hand. It is done when the browser is done with them.
@@ -113,7 +131,7 @@ impl Browser {
     }
 
     pub async fn click(&self, css: &str) {
-        self.element(css).await.click().await.unwrap();
+        self.at(Locator::Css(css), async |element| element.click().await).await;
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicI64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use actix_web::{
@@ -16,12 +16,20 @@ use actix_web::{
     body::MessageBody,
     dev::{ServiceFactory, ServiceRequest, ServiceResponse},
     http::StatusCode,
-    rt::{spawn, time::sleep},
+    rt::{
+        spawn,
+        time::{sleep, timeout},
+    },
     web::{self, Data},
 };
+use tokio::sync::watch;
 
-/// How long a forgetful endpoint remembers a key that is under way.
+use super::PATIENCE;
+
+/// How long a key that is under way is said to be remembered.
 pub const WINDOW: Duration = Duration::from_millis(200);
+/// How long a piece of work takes.
+const MOMENT: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flaw {
@@ -38,7 +46,7 @@ pub enum Flaw {
     ComparesKeysOnly,
     /// A failure is an answer like any other.
     KeepsFailures,
-    /// A key under way is free again after [`WINDOW`].
+    /// The key of a slow request is free again for the second duplicate, until which it runs.
     ForgetsWhileItRuns,
     /// Duplicates are told the one answer, and the work is done twice.
     WorksTwice,
@@ -56,19 +64,20 @@ pub struct Endpoint {
     flaw: Flaw,
     effects: AtomicI64,
     keys: Mutex<HashMap<String, Known>>,
+    /// How often a slow key was asked for, and who waits for that.
+    asked: watch::Sender<HashMap<String, u32>>,
 }
 
 #[derive(Clone)]
 struct Known {
     request: String,
-    since: Instant,
     /// `None` while it runs.
     answer: Option<(StatusCode, String)>,
 }
 
 impl Endpoint {
     pub fn new(flaw: Flaw) -> Data<Self> {
-        Data::new(Self { flaw, effects: AtomicI64::new(0), keys: Mutex::default() })
+        Data::new(Self { flaw, effects: AtomicI64::new(0), keys: Mutex::default(), asked: watch::Sender::default() })
     }
 
     pub fn effects(&self) -> i64 {
@@ -76,7 +85,9 @@ impl Endpoint {
     }
 
     async fn work(&self, request: &Wish) -> (StatusCode, String) {
-        sleep(Duration::from_millis(20)).await;
+        if self.flaw != Flaw::RunsAgainAfterReset {
+            sleep(MOMENT).await;
+        }
         if request.fails {
             return (StatusCode::INTERNAL_SERVER_ERROR, "failed".into());
         }
@@ -84,14 +95,21 @@ impl Endpoint {
         if self.flaw == Flaw::WorksTwice {
             self.effects.fetch_add(1, Ordering::SeqCst);
         }
-        sleep(request.slow + Duration::from_millis(20)).await;
+        // What ends with its connection has done its work at once, and most of its time is left.
+        sleep(if self.flaw == Flaw::RunsAgainAfterReset { 20 * MOMENT } else { MOMENT }).await;
+        if self.flaw == Flaw::ForgetsWhileItRuns && request.is_slow() {
+            let mut asked = self.asked.subscribe();
+            let both = asked.wait_for(|asked| asked.get(&request.key).is_some_and(|times| *times >= 3));
+            let _ = timeout(PATIENCE, both).await;
+        }
+        sleep(request.slow).await;
         (StatusCode::CREATED, if self.flaw == Flaw::TellsNothing { String::new() } else { n.to_string() })
     }
 
     fn note(&self, request: &Wish, answer: (StatusCode, String)) {
         let mut keys = self.keys.lock().unwrap();
         if answer.0.is_success() || self.flaw == Flaw::KeepsFailures {
-            let known = Known { request: request.body.clone(), since: Instant::now(), answer: Some(answer) };
+            let known = Known { request: request.body.clone(), answer: Some(answer) };
             // What was told once stays.
             if keys.get(&request.key).is_none_or(|known| known.answer.is_none() || self.flaw == Flaw::CheckThenAct) {
                 keys.insert(request.key.clone(), known);
@@ -108,6 +126,12 @@ struct Wish {
     body: String,
     slow: Duration,
     fails: bool,
+}
+
+impl Wish {
+    fn is_slow(&self) -> bool {
+        !self.slow.is_zero()
+    }
 }
 
 /// A key that is given back with the future that holds it.
@@ -145,14 +169,13 @@ async fn answer(endpoint: Arc<Endpoint>, wish: Wish) -> (StatusCode, String) {
     let known = {
         let mut keys = endpoint.keys.lock().unwrap();
         let mut known = keys.get(&wish.key).cloned();
-        if let Some(Known { answer: None, since, .. }) = &known
-            && flaw == Flaw::ForgetsWhileItRuns
-            && since.elapsed() > WINDOW
-        {
-            known = None;
+        if flaw == Flaw::ForgetsWhileItRuns && wish.is_slow() {
+            endpoint.asked.send_modify(|asked| *asked.entry(wish.key.clone()).or_default() += 1);
+            let times = endpoint.asked.borrow()[&wish.key];
+            known = known.filter(|known| known.answer.is_some() || times != 3);
         }
         if known.is_none() && flaw != Flaw::CheckThenAct {
-            let now = Known { request: wish.body.clone(), since: Instant::now(), answer: None };
+            let now = Known { request: wish.body.clone(), answer: None };
             keys.insert(wish.key.clone(), now);
         }
         known
