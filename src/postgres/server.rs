@@ -117,13 +117,17 @@ pub(crate) async fn hold(conn: &mut AsyncPgConnection) -> QueryResult<()> {
     conn.batch_execute("BEGIN").await
 }
 
-/// Until the end of the transaction, one migrates at a time. The number is this crate's own. Whoever
-/// has waited must see what was done meanwhile, whatever the server's default isolation is.
+/// Whether it is our turn to migrate, until the end of the transaction. The number is this crate's own. Nobody waits in
+/// a statement, or does nothing with a snapshot: an index that is built concurrently by whoever has the turn waits for
+/// every snapshot there is. Whoever comes later must see what was done meanwhile, whatever the server's default isolation
+/// is.
 pub(crate) fn lock_migrations(
     conn: &mut impl diesel::connection::LoadConnection<Backend = diesel::pg::Pg>,
-) -> QueryResult<()> {
-    for sql in ["SET TRANSACTION ISOLATION LEVEL READ COMMITTED", "SELECT pg_advisory_xact_lock(4826201893301942)"] {
-        diesel::RunQueryDsl::execute(diesel::sql_query(sql), conn)?;
-    }
-    Ok(())
+) -> QueryResult<bool> {
+    conn.batch_execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")?;
+    let lock = diesel::dsl::sql::<Bool>("pg_try_advisory_xact_lock(4826201893301942)");
+    let is_ours = diesel::RunQueryDsl::get_result(diesel::select(lock), conn)?;
+    // The portal of a statement keeps its snapshot until the next one; that of a simple query is gone with it.
+    conn.batch_execute("SET LOCAL idle_in_transaction_session_timeout = 0")?;
+    Ok(is_ours)
 }

@@ -9,9 +9,13 @@ use actix_idempotency::{
     migrations::{OUTSTANDING_INDEX, run_pending},
 };
 
+use actix_web::rt::spawn;
+use diesel_async::SimpleAsyncConnection;
+
 use crate::support::{
     cluster::Cluster,
     db::{Db, pool},
+    eventually,
     forms::{db_with_a_clock, set_clock},
     log,
 };
@@ -198,15 +202,37 @@ async fn an_index_that_was_not_finished_is_found() {
         "INSERT INTO idempotency_inbox (consumer, message_id, handled_at) VALUES ('c', 'a', now()), ('c', 'b', now())";
     db.run(rows).await;
     let mut conn = db.connect().await;
-    let failed = diesel_async::SimpleAsyncConnection::batch_execute(
-        &mut conn,
-        "CREATE UNIQUE INDEX CONCURRENTLY one_per_consumer ON idempotency_inbox (consumer)",
-    )
-    .await;
+    let unique = "CREATE UNIQUE INDEX CONCURRENTLY one_per_consumer ON idempotency_inbox (consumer)";
+    let failed = conn.batch_execute(unique).await;
     assert!(failed.is_err());
     let report = check(&db.url).await;
     assert_eq!(found(&report, "index-invalid"), [("one_per_consumer", Severity::Warning)]);
     db.run("DELETE FROM idempotency_inbox WHERE message_id = 'b'").await;
+    db.run(named(&report, "index-invalid").advice.split(": ").nth(1).unwrap()).await;
+    assert_eq!(found(&check(&db.url).await, "index-invalid"), []);
+}
+
+#[actix_web::test]
+async fn an_optional_index_whose_build_was_interrupted_is_found_and_finished() {
+    let db = Db::new().await;
+    let mut old = db.connect().await;
+    old.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM idempotency_keys").await.unwrap();
+    let url = db.url.clone();
+    let building = spawn(async move { run_pending(&url, OUTSTANDING_INDEX).await });
+    eventually("the build waits", async || db.blocked("INDEX CONCURRENTLY IF NOT EXISTS").await).await;
+    db.run(
+        "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE datname = current_database() \
+         AND wait_event_type = 'Lock' AND query LIKE '%INDEX CONCURRENTLY IF NOT EXISTS%'",
+    )
+    .await;
+    assert!(building.await.unwrap().is_err());
+    old.batch_execute("COMMIT").await.unwrap();
+    let report = check(&db.url).await;
+    assert_eq!(found(&report, "index-invalid"), [("idempotency_keys_outstanding_idx", Severity::Warning)]);
+    // It counts as made, and the rest of the migrations goes on.
+    run_pending(&db.url, OUTSTANDING_INDEX).await.unwrap();
+    let report = check(&db.url).await;
+    assert_eq!(found(&report, "index-invalid"), [("idempotency_keys_outstanding_idx", Severity::Warning)]);
     db.run(named(&report, "index-invalid").advice.split(": ").nth(1).unwrap()).await;
     assert_eq!(found(&check(&db.url).await, "index-invalid"), []);
 }

@@ -7,17 +7,19 @@ use std::{
 };
 
 use actix_idempotency::{Error, ErrorKind, Idempotency, check::Report, migrations};
-use actix_web::rt::System;
-use diesel::{QueryResult, result::Error as QueryError};
-use diesel_async::{AsyncPgConnection, RunQueryDsl, async_connection_wrapper::AsyncConnectionWrapper};
-use diesel_migrations::{FileBasedMigrations, MigrationHarness};
+use actix_web::rt::{self, System};
+use diesel::{QueryResult, migration::MigrationSource, pg::Pg, result::Error as QueryError};
+use diesel_async::{
+    AsyncPgConnection, RunQueryDsl, SimpleAsyncConnection, async_connection_wrapper::AsyncConnectionWrapper,
+};
+use diesel_migrations::{EmbeddedMigrations, FileBasedMigrations, MigrationHarness};
 
 use crate::support::{
     app::order,
     client::RequestExt,
     cluster::Cluster,
     db::{Db, pool, with_database},
-    repeat,
+    eventually, repeat,
     rig::Rig,
     tour::tour,
 };
@@ -131,9 +133,17 @@ async fn by_the_files<T: Send + 'static>(
     db: &Db,
     work: impl FnOnce(&mut AsyncConnectionWrapper<AsyncPgConnection>, FileBasedMigrations) -> T + Send + 'static,
 ) -> T {
+    by_files_in("migrations", db, work).await
+}
+
+async fn by_files_in<T: Send + 'static>(
+    directory: &'static str,
+    db: &Db,
+    work: impl FnOnce(&mut AsyncConnectionWrapper<AsyncPgConnection>, FileBasedMigrations) -> T + Send + 'static,
+) -> T {
     let conn = db.connect().await;
     tokio::task::spawn_blocking(move || {
-        let files = FileBasedMigrations::from_path(concat!(env!("CARGO_MANIFEST_DIR"), "/migrations")).unwrap();
+        let files = FileBasedMigrations::from_path(format!("{}/{directory}", env!("CARGO_MANIFEST_DIR"))).unwrap();
         work(&mut AsyncConnectionWrapper::from(conn), files)
     })
     .await
@@ -164,6 +174,74 @@ async fn the_migration_files_run_redo_and_revert_without_a_trace() {
         assert!(conn.pending_migrations(files).unwrap().is_empty());
     })
     .await;
+}
+
+#[actix_web::test]
+async fn the_optional_indexes_are_built_and_dropped_by_their_files_and_by_what_is_embedded() {
+    let db = Db::new().await;
+    let before = objects(&db).await;
+    for (directory, embedded, indexes) in [
+        ("migrations-optional/principal", || migrations::PRINCIPAL_INDEX, 1),
+        ("migrations-optional/outstanding", || migrations::OUTSTANDING_INDEX, 2),
+    ] as [(_, fn() -> EmbeddedMigrations, _); 2]
+    {
+        by_files_in(directory, &db, |conn, files| conn.run_pending_migrations(files).map(|_| ()).unwrap()).await;
+        let made = objects(&db).await;
+        assert_eq!(made.len(), before.len() + indexes, "{directory}");
+        assert!(db.is("(SELECT bool_and(indisvalid) FROM pg_index)").await);
+        by_files_in(directory, &db, |conn, files| {
+            for migration in MigrationSource::<Pg>::migrations(&files).unwrap().iter().rev() {
+                conn.revert_migration(migration).unwrap();
+            }
+        })
+        .await;
+        assert_eq!(objects(&db).await, before, "{directory}");
+        for _ in 0..2 {
+            migrations::run_pending(&db.url, embedded()).await.unwrap();
+            assert_eq!(objects(&db).await, made, "{directory}");
+        }
+        by_files_in(directory, &db, |conn, files| {
+            assert!(conn.pending_migrations(files.clone()).unwrap().is_empty());
+            for migration in MigrationSource::<Pg>::migrations(&files).unwrap().iter().rev() {
+                conn.revert_migration(migration).unwrap();
+            }
+        })
+        .await;
+    }
+}
+
+/// The build is held midway by a transaction that is older and has written to the table.
+#[actix_web::test]
+async fn requests_go_on_while_an_index_is_built_and_whoever_migrates_waits_its_turn() {
+    let rig = Rig::start().await;
+    let first = rig.post("/orders").key("old").json(&order("x")).answer().await;
+    assert_eq!(first.status, 201);
+    let mut old = rig.db.connect().await;
+    old.batch_execute("BEGIN; UPDATE idempotency_keys SET status = status").await.unwrap();
+    let url = rig.db.url.clone();
+    let building = rt::spawn(async move { migrations::run_pending(&url, migrations::OUTSTANDING_INDEX).await });
+    eventually("the build waits", async || rig.db.blocked("INDEX CONCURRENTLY IF NOT EXISTS").await).await;
+    // Another process starts at this moment, and a second one.
+    let urls = [rig.db.url.clone(), rig.db.url.clone()];
+    let others = urls.map(|url| {
+        rt::spawn(async move {
+            migrations::run(&url).await?;
+            migrations::run_pending(&url, migrations::OUTSTANDING_INDEX).await
+        })
+    });
+    for key in ["new-1", "new-2"] {
+        let answer = rig.post("/orders").key(key).json(&order("x")).answer().await;
+        assert_eq!(answer.status, 201, "{answer:?}");
+        assert_eq!(rig.db.state(key).await.as_deref(), Some("completed"));
+    }
+    assert!(rig.db.blocked("INDEX CONCURRENTLY IF NOT EXISTS").await, "it was held all the time");
+    old.batch_execute("COMMIT").await.unwrap();
+    building.await.unwrap().unwrap();
+    for other in others {
+        other.await.unwrap().unwrap();
+    }
+    assert!(rig.db.is("(SELECT bool_and(indisvalid) FROM pg_index)").await);
+    assert!(rig.db.is("to_regclass('idempotency_keys_acted_idx') IS NOT NULL").await);
 }
 
 /// `diesel migration revert` takes back the user's newest migration, not ours, and so the stamps of ours

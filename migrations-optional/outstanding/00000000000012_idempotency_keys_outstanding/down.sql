@@ -1,1 +1,1 @@
-DROP INDEX idempotency_keys_outstanding_idx;
+DROP INDEX CONCURRENTLY IF EXISTS idempotency_keys_outstanding_idx;
