@@ -27,7 +27,7 @@ use crate::{
         keys::{self, NewClaim, Takeover},
         row::Row,
     },
-    telemetry::{self, Event},
+    telemetry::{self, Abandoned, Event},
     told::{Ahead, Told, unreadable},
 };
 
@@ -248,11 +248,26 @@ impl<'a> Attempt<'a> {
                 (lease.attempt, lease.seed, lease.is_durable) = (attempt, seed, true);
                 let first_request = row.request_id.as_deref().filter(|_| how.is_retry());
                 telemetry::joined(how.event(), &self.ask.id, first_request);
+                if how == How::Expired && row.is_unfinished() {
+                    telemetry::abandoned(self.abandoned(row));
+                }
                 Ok(true)
             }
             Ok(false) => Ok(false),
             Err(error) if error.kind() == ErrorKind::Serialization => Ok(false),
             Err(error) => Err(error),
+        }
+    }
+
+    /// What the key was about before this operation.
+    fn abandoned<'r>(&'r self, row: &'r Row) -> Abandoned<'r> {
+        Abandoned {
+            id: self.ask.id,
+            resource: self.ask.scope.resource(),
+            state: &row.state,
+            status: row.status,
+            attempt: row.attempt,
+            first_request: row.request_id.as_deref(),
         }
     }
 

@@ -1,9 +1,25 @@
-//! Work that nobody retries: keys whose attempt has died are taken over and brought to an end.
+//! Work that nobody retries: keys whose attempt has died, or has failed half-way, are taken over and brought to an end.
 //!
-//! A lapsed lease is taken over by the next retry of its client. Where no client retries (a job, a message that
-//! was acknowledged, a browser that was closed) the key stays as it is until it expires, and the work half done. A
-//! [`Completer`] looks for such keys and hands each to a function of yours, as the next attempt: with its steps,
-//! its derived keys and its lease.
+//! A lapsed lease is taken over by the next retry of its client, and so is a key that was given back. Where no client
+//! retries (a job, a message that was acknowledged, a browser that was closed) the key stays as it is until it expires, and
+//! the work half done. A [`Completer`] looks for such keys and hands each to a function of yours, as the next attempt: with
+//! its steps, its derived keys and its lease.
+//!
+//! # Which keys
+//!
+//! Those of its resource that have not expired and have had fewer attempts than [`max_attempts`](Completer::max_attempts):
+//!
+//! - outstanding ones whose lease is over: their attempt has died;
+//! - released ones with [steps](crate::IdemKey::step), whatever the last attempt has answered;
+//! - released ones without steps whose attempts have [derived](crate::IdemKey::derive) a key, have begun a step or were sure
+//!   of a success that was not committed, if the last one has ended by a failure (500 and more, a panic, an end without an
+//!   answer) or by a COMMIT that was refused (409). A handler that has derived a key and then answers 402 has decided: its
+//!   client was told so, and nobody does it behind its back.
+//!
+//! Each only when the [grace](Completer::grace) is over, counted from the end of the lease or from the release, so that a
+//! client that retries comes first. An attempt of a completer that fails keeps its key for a lease, and the grace begins after
+//! that: a function that always fails is called once in a lease and a grace, and after the last attempt no more.
+//! What is never brought to an end [is told of](crate::sweeper#half-done-keys) when it expires.
 //!
 //! # Do I need this?
 //!
@@ -12,7 +28,7 @@
 //!
 //! # Deployment caveat
 //!
-//! With [`OUTSTANDING_INDEX`](crate::migrations::OUTSTANDING_INDEX) each round is a short look into an index, whose
+//! With [`OUTSTANDING_INDEX`](crate::migrations::OUTSTANDING_INDEX) each round is a short look into its two indexes, whose
 //! price every completion pays. Without it a round walks [`STRETCH`] rows of the table on by its primary key, so that
 //! it comes to every key once in (rows of the table / `STRETCH`) rounds.
 
@@ -43,7 +59,10 @@ use crate::{
     lease::Lease,
     once::{Once, Run, json_of},
     policy::{Policy, Return},
-    postgres::lapsed::{self, Lapsed, Stretch, Wanted},
+    postgres::{
+        lapsed::{self, Lapsed, Stretch, Stretches, Wanted},
+        steps,
+    },
     scope::{Domain, KeyId, Scope, readable},
     snapshot::ResponseSnapshot,
     sweeper::jittered,
@@ -52,7 +71,7 @@ use crate::{
 
 /// How often a completer looks: every half a minute, as long as a default lease.
 pub const DEFAULT_COMPLETER_INTERVAL: Duration = Duration::from_secs(30);
-/// How long after its lease a key is left to its own client: a lease more, by default settings.
+/// How long after its lease, or its release, a key is left to its own client: as long as a default lease.
 pub const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 /// How many keys are taken over in a round, and run at once: as many as a small pool bears.
 pub const DEFAULT_COMPLETER_BATCH: u32 = 10;
@@ -64,7 +83,7 @@ pub const STRETCH: u32 = 10_000;
 
 type Work = Arc<dyn Fn(IdemKey) -> BoxFuture<'static, Option<ResponseSnapshot>> + Send + Sync>;
 
-/// Takes over keys whose lease has lapsed, and hands them to a function.
+/// Takes over keys whose lease has lapsed, or that were given back half-done, and hands them to a function.
 ///
 /// ```no_run
 /// use actix_idempotency::{Completer, IdemKey, Once};
@@ -193,7 +212,7 @@ impl Completer {
         self
     }
 
-    /// How long a lease must have been over, so that a client that retries comes first. Default:
+    /// How long a lease must have been over, or a key released, so that a client that retries comes first. Default:
     /// [`DEFAULT_GRACE`].
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
@@ -246,9 +265,16 @@ impl Completer {
 
     async fn take(&self, owner: &Owner) -> Result<Vec<Lapsed>, Error> {
         let mut conn = self.engine.store.connection().await?;
-        let stretch = match lapsed::is_indexed(&mut conn).await? {
-            true => Stretch::whole(),
-            false => self.stretch(&mut conn).await?,
+        let indexed = (lapsed::is_indexed(&mut conn).await?, lapsed::is_released_indexed(&mut conn).await?);
+        let walked = match indexed {
+            (true, true) => None,
+            _ => Some(self.stretch(&mut conn).await?),
+        };
+        let stretch = |is_indexed: bool| walked.clone().filter(|_| !is_indexed).unwrap_or_else(Stretch::whole);
+        let stretches = Stretches {
+            lapsed: stretch(indexed.0),
+            released: stretch(indexed.1),
+            sees_steps: steps::may_be_read(&mut conn).await?,
         };
         let wanted = Wanted {
             domain: self.domain.as_str(),
@@ -260,11 +286,11 @@ impl Completer {
             owner,
             lease_ms: millis(self.policy.lease),
         };
-        let taken = lapsed::take(&mut conn, &wanted, &stretch).await?;
+        let taken = lapsed::take(&mut conn, &wanted, &stretches).await?;
         conn.give_back();
         // A full batch may have left some of this stretch.
-        if taken.len() < self.batch.get() as usize {
-            *self.walked_to.lock().unwrap_or_else(PoisonError::into_inner) = stretch.to;
+        if let Some(walked) = walked.filter(|_| taken.len() < self.batch.get() as usize) {
+            *self.walked_to.lock().unwrap_or_else(PoisonError::into_inner) = walked.to;
         }
         Ok(taken)
     }
@@ -290,7 +316,8 @@ impl Completer {
             not_after: None,
             request_id: None,
         };
-        telemetry::joined(Event::TakenOver, &ask.id, taken.request_id.as_deref());
+        let event = if taken.was_released { Event::Retried } else { Event::TakenOver };
+        telemetry::joined(event, &ask.id, taken.request_id.as_deref());
         let lease = Lease::resumed(&ask, owner, taken.seed.try_into().ok()?, taken.attempt, &self.engine, &self.policy);
         Some((ask, lease))
     }
@@ -329,7 +356,7 @@ impl Completer {
             loop {
                 sleep(jittered(self.interval)).await;
                 if let Err(error) = self.complete_once().await {
-                    telemetry::store_failed("lapsed keys could not be taken over", &error);
+                    telemetry::store_failed("keys that nobody retries could not be taken over", &error);
                 }
             }
         });

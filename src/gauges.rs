@@ -1,7 +1,7 @@
 //! Numbers that are asked for, rather than told as they change: how much is outstanding, how old the oldest rows
-//! are, how busy the pool is.
+//! are, how much is half-done, how busy the pool is.
 //!
-//! Nothing is sampled unless somebody makes [`Gauges`]. Those of the process cost nothing; those of the table are two
+//! Nothing is sampled unless somebody makes [`Gauges`]. Those of the process cost nothing; those of the table are three
 //! short looks into indexes, of a thousand rows at most.
 //!
 //! # Deployment caveat
@@ -75,9 +75,12 @@ pub struct Sample {
     /// How long ago the oldest key was first claimed that is outstanding now, in whatever process; zero where none is.
     /// `None` without the index for it.
     pub oldest_outstanding: Option<Duration>,
-    /// For how long the oldest row has been expired that is still there; zero where there is none. It grows where
-    /// nobody sweeps.
+    /// For how long the oldest row has been expired that should have been swept; zero where there is none. It grows where
+    /// nobody sweeps. Half-done keys are kept on purpose.
     pub oldest_expired: Duration,
+    /// [Half-done keys](crate::sweeper#half-done-keys) that have expired and are kept to be looked at, among the thousand
+    /// rows that expired first.
+    pub unfinished: u32,
 }
 
 impl Gauges {
@@ -126,7 +129,9 @@ impl Gauges {
             connections_idle: state.idle_connections,
             oldest_outstanding: oldest.outstanding.map(age),
             oldest_expired: age(oldest.expired),
+            unfinished: oldest.unfinished.try_into().unwrap_or_default(),
         };
+        telemetry::unfinished(sample.unfinished);
         telemetry::oldest(sample.oldest_outstanding, sample.oldest_expired);
         Ok(sample)
     }

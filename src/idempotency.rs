@@ -1,6 +1,6 @@
 //! What is built once and wrapped around routes: an engine, and a policy.
 
-use std::{fmt, num::NonZeroUsize, sync::Arc};
+use std::{fmt, num::NonZeroUsize, sync::Arc, time::Duration};
 
 use actix_web::{HttpRequest, Resource, Route, web::Data};
 
@@ -153,6 +153,15 @@ impl Idempotency {
     #[must_use]
     pub fn without_sweeper(self) -> Self {
         self.engine.iter().for_each(|engine| engine.never_sweep());
+        self
+    }
+
+    /// For how long the engine's sweeper keeps [half-done keys](crate::sweeper#half-done-keys) after they have expired.
+    /// Default: [`DEFAULT_UNFINISHED`](crate::sweeper::DEFAULT_UNFINISHED). Say it before the first request, and once; it holds
+    /// for all policies of the engine.
+    #[must_use]
+    pub fn keep_unfinished(self, kept: Duration) -> Self {
+        self.engine.iter().for_each(|engine| engine.keep_unfinished(kept));
         self
     }
 

@@ -1,5 +1,16 @@
 //! Expired rows go, in small batches: those of keys, and those of an [`inbox`](crate::inbox) where there is one.
 //!
+//! # Half-done keys
+//!
+//! An expired key whose attempts have [done something](crate::IdemKey::step) outside the database, and that none has
+//! brought to an end, is evidence: somebody may have been charged for nothing. It is as expired as any other, and the next
+//! request with it a first one, but its row and its steps stay for [`DEFAULT_UNFINISHED`] longer, for
+//! [`Admin`](crate::Admin) and the [`Inspector`](crate::Inspector) to be found by; the gauge `idempotency_unfinished` counts
+//! them. Each that is deleted after that is the event `abandoned`. What is half-done is a key with steps, and one without
+//! them whose attempts have [derived](crate::IdemKey::derive) a key or were sure of a success that was not committed, if the
+//! last attempt has ended by a failure (500 and more, a panic) or a refused COMMIT (409). A
+//! [`Completer`](crate::Completer) takes them over while they have not expired.
+//!
 //! An expired key is claimed anew whether or not its row has been swept: sweeping is for the size of
 //! the table, not for what is right. An engine sweeps by itself from its first claim on, every
 //! minute, or as often as the shortest retention in use;
@@ -23,16 +34,21 @@ use crate::{
     },
     error::Error,
     policy::DEFAULT_STORE_TIMEOUT,
-    postgres::{PgPool, inbox, sweep},
+    postgres::{AsyncPgConnection, PgPool, inbox, steps, sweep},
+    scope::KeyId,
     telemetry,
 };
 
 /// How often a sweeper looks: every minute.
 pub const DEFAULT_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
+/// For how long a half-done key stays after it has expired: a week, in which somebody works who can look at it.
+pub const DEFAULT_UNFINISHED: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 /// How many rows go in one statement: few enough that none holds its locks for long.
 pub const DEFAULT_SWEEP_BATCH: u32 = 1000;
 /// A retention of milliseconds must not make the sweeper spin.
 const MIN_INTERVAL: Duration = Duration::from_millis(500);
+/// As long as a retention.
+const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Deletes expired rows, in the tables that there are and that its role may delete from. Several at once, in one
 /// process or many, do not get in each other's way.
@@ -56,6 +72,7 @@ pub struct Sweeper {
     pool: PgPool,
     interval: Duration,
     batch: NonZeroU32,
+    unfinished: Duration,
 }
 
 impl Sweeper {
@@ -67,7 +84,17 @@ impl Sweeper {
             pool,
             interval: DEFAULT_SWEEP_INTERVAL,
             batch: NonZeroU32::new(DEFAULT_SWEEP_BATCH).unwrap_or(NonZeroU32::MIN),
+            unfinished: DEFAULT_UNFINISHED,
         }
+    }
+
+    /// For how long [half-done keys](self#half-done-keys) stay after they have expired; zero deletes them with the others,
+    /// each with its event. Default: [`DEFAULT_UNFINISHED`]. At most 100 years. The sweeper of an engine is told by
+    /// [`Idempotency::keep_unfinished`](crate::Idempotency::keep_unfinished).
+    #[must_use]
+    pub fn keep_unfinished(mut self, kept: Duration) -> Self {
+        self.unfinished = kept.min(LONGEST);
+        self
     }
 
     /// The time between two rounds, give or take a fifth, so that the processes of a service do not
@@ -94,7 +121,10 @@ impl Sweeper {
     pub async fn sweep_once(&self) -> Result<u64, Error> {
         let store = Store { pool: self.pool.clone() };
         let mut line = Line::default();
-        let mut swept = self.sweep(Rows::Keys, &store, &mut line).await?;
+        let looking = async { Ok(steps::may_be_read(line.get(&store).await?).await?) };
+        let sees_steps = in_time(DEFAULT_STORE_TIMEOUT, looking).await?;
+        let mut swept = self.sweep(Rows::Keys { sees_steps }, &store, &mut line).await?;
+        swept += self.sweep(Rows::Unfinished { sees_steps }, &store, &mut line).await?;
         let looking = async { Ok(inbox::may_be_swept(line.get(&store).await?).await?) };
         if in_time(DEFAULT_STORE_TIMEOUT, looking).await? {
             swept += self.sweep(Rows::Marks, &store, &mut line).await?;
@@ -111,7 +141,8 @@ impl Sweeper {
             let batch = async {
                 let conn = line.get(store).await?;
                 Ok(match rows {
-                    Rows::Keys => sweep::delete_expired(conn, limit).await?,
+                    Rows::Keys { sees_steps } => sweep::delete_expired(conn, limit, sees_steps).await?,
+                    Rows::Unfinished { sees_steps } => self.abandon(conn, sees_steps).await?,
                     Rows::Marks => inbox::delete_expired(conn, limit).await?,
                     Rows::Attempts => inbox::delete_expired_attempts(conn, limit).await?,
                 })
@@ -122,6 +153,25 @@ impl Sweeper {
                 return Ok(swept);
             }
         }
+    }
+
+    /// The half-done keys that have been kept long enough go, and each is told of.
+    async fn abandon(&self, conn: &mut AsyncPgConnection, sees_steps: bool) -> Result<usize, Error> {
+        let kept_ms = i64::try_from(self.unfinished.as_millis()).unwrap_or(i64::MAX);
+        let gone = sweep::delete_abandoned(conn, kept_ms, self.batch.get().into(), sees_steps).await?;
+        for key in &gone {
+            // Any other was not written by this crate.
+            let Ok(id) = key.id.as_slice().try_into().map(KeyId) else { continue };
+            telemetry::abandoned(telemetry::Abandoned {
+                id,
+                resource: &key.resource,
+                state: &key.state,
+                status: key.status,
+                attempt: key.attempt,
+                first_request: key.request_id.as_deref(),
+            });
+        }
+        Ok(gone.len())
     }
 
     /// Sweeps on the background thread until the handle is stopped or dropped. An error is logged and
@@ -145,14 +195,24 @@ impl Sweeper {
 
 impl fmt::Debug for Sweeper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sweeper").field("interval", &self.interval).field("batch", &self.batch).finish_non_exhaustive()
+        f.debug_struct("Sweeper")
+            .field("interval", &self.interval)
+            .field("batch", &self.batch)
+            .field("unfinished", &self.unfinished)
+            .finish_non_exhaustive()
     }
 }
 
 /// What expires.
 #[derive(Debug, Clone, Copy)]
 enum Rows {
-    Keys,
+    Keys {
+        sees_steps: bool,
+    },
+    /// Half-done keys, which have been kept for longer.
+    Unfinished {
+        sees_steps: bool,
+    },
     /// Of messages, and how often they failed.
     Marks,
     Attempts,

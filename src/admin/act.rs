@@ -57,8 +57,8 @@ impl Action {
 }
 
 impl Admin {
-    /// Releases a key whose lease has lapsed. The next retry runs, as it would have by taking it over; but the key
-    /// is not handed to a [`Completer`](crate::Completer) any more. What the attempt has done is unknown: another
+    /// Releases a key whose lease has lapsed. The next retry runs, as it would have by taking it over; but a
+    /// [`Completer`](crate::Completer) takes it only if an attempt before the one that died has acted. What the attempt has done is unknown: another
     /// request under the key stays 422.
     ///
     /// [`Acted::Live`] while somebody runs it.

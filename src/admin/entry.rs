@@ -7,7 +7,10 @@ use std::{
 
 use crate::{
     digest::Digest,
-    postgres::inspect::{Pin, Row},
+    postgres::{
+        inspect::{Pin, Row},
+        steps::DoneStep,
+    },
     scope::{KeyId, redacted},
 };
 
@@ -28,6 +31,9 @@ pub enum State {
 }
 
 impl State {
+    /// In the order of a life.
+    pub(crate) const ALL: [Self; 5] = [Self::Outstanding, Self::Lapsed, Self::Released, Self::Completed, Self::Expired];
+
     /// In the words of the table: `outstanding`, `lapsed`, `released`, `completed`, `expired`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
@@ -40,14 +46,9 @@ impl State {
         }
     }
 
-    fn of(text: &str) -> Self {
-        match text {
-            "lapsed" => Self::Lapsed,
-            "released" => Self::Released,
-            "completed" => Self::Completed,
-            "expired" => Self::Expired,
-            _ => Self::Outstanding,
-        }
+    /// `None` for what is none of these words.
+    pub(crate) fn named(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|state| state.as_str() == text)
     }
 }
 
@@ -94,6 +95,9 @@ pub struct Entry {
     pub expires_in: Option<Duration>,
     /// Of the stored answer, or of the attempt that gave the key back.
     pub status: Option<u16>,
+    /// Whether an attempt that gave the key back has done what a ROLLBACK does not undo, or was sure of its success:
+    /// what it has done is unknown, whatever its status. See [`Admin::steps`](super::Admin::steps).
+    pub acted: bool,
     /// Those of the stored answer, in their order.
     pub header_names: Vec<String>,
     /// Bytes of the stored body. `None` where there is none.
@@ -106,7 +110,7 @@ impl Entry {
     /// `None` where the row was not written by this crate.
     pub(super) fn of((pin, shown, life, kept): Row) -> Option<Self> {
         let Pin { id, owner, state: stored } = pin;
-        let state = State::of(&life.state);
+        let state = State::named(&life.state)?;
         Some(Self {
             id: KeyId(id.try_into().ok()?),
             owner,
@@ -126,6 +130,7 @@ impl Entry {
             lease_left: life.lease_left_ms.filter(|_| state == State::Outstanding).map(left),
             expires_in: life.expires_in_ms.map(left),
             status: kept.status.map(i16::cast_unsigned),
+            acted: kept.acted,
             header_names: kept.header_names.unwrap_or_default(),
             body_size: kept.body_size.map(|bytes| bytes.unsigned_abs().into()),
             body_omitted: kept.body_omitted,
@@ -152,6 +157,25 @@ impl Entry {
     }
 }
 
+/// Something that an attempt has done, by [`IdemKey::step`](crate::IdemKey::step). Its result is not told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Step {
+    /// As the handler calls it.
+    pub name: String,
+    /// By the database's clock.
+    pub done_at: SystemTime,
+    /// Bytes of its result. `None` where that was too large to keep.
+    pub result_size: Option<u64>,
+}
+
+impl Step {
+    pub(super) fn of(row: DoneStep) -> Self {
+        let result_size = row.result_size.map(|bytes| bytes.unsigned_abs().into());
+        Self { name: row.name, done_at: row.done_at, result_size }
+    }
+}
+
 fn left(ms: i64) -> Duration {
     Duration::from_millis(ms.try_into().unwrap_or_default())
 }
@@ -170,6 +194,7 @@ impl fmt::Debug for Entry {
             .field("lease_left", &self.lease_left)
             .field("expires_in", &self.expires_in)
             .field("status", &self.status)
+            .field("acted", &self.acted)
             .field("body_size", &self.body_size)
             .finish_non_exhaustive()
     }

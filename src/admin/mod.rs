@@ -1,6 +1,6 @@
 //! For the people who run the service: what is going on, what is stuck, and how to get it going again.
 //!
-//! [`Admin`] looks at keys, lists those that are outstanding, searches, releases, expires, erases and counts. It is made
+//! [`Admin`] looks at keys and their steps, lists those that are outstanding, searches, releases, expires, erases and counts. It is made
 //! for scripts and consoles, behind whatever decides there who may do so: a program that has an `Admin` may see every
 //! key, and read every stored answer.
 //!
@@ -23,7 +23,7 @@ use std::{fmt, sync::Arc};
 
 pub use self::{
     act::Acted,
-    entry::{Entry, State},
+    entry::{Entry, State, Step},
     erase::{ERASE_BATCH, Erased},
     numbers::Numbers,
     search::{DEFAULT_LIMIT, Found, Rest, STRETCH, STRETCHES, Search},
@@ -37,7 +37,7 @@ use crate::{
     idempotency::Idempotency,
     key::IdempotencyKey,
     policy::DEFAULT_STORE_TIMEOUT,
-    postgres::{PgPool, inspect, keys},
+    postgres::{PgPool, inspect, keys, steps},
     scope::{KeyId, Scope},
     snapshot::ResponseSnapshot,
 };
@@ -157,6 +157,23 @@ impl Admin {
             let (names, values) = row.header_names.zip(row.header_values)?;
             ResponseSnapshot::restore(row.status?, &names, values, row.body)
         }))
+    }
+
+    /// What the attempts at this key have done, step by step, the first first. `None` where there is no table of
+    /// steps, or this role may not read it.
+    ///
+    /// # Errors
+    ///
+    /// Where the store fails.
+    pub async fn steps(&self, seen: &Entry) -> Result<Option<Vec<Step>>, Error> {
+        let look = async |conn: &mut Checkout| {
+            if !steps::may_be_read(conn).await? {
+                return Ok(None);
+            }
+            Ok(Some(steps::of_key(conn, &seen.id.0).await?))
+        };
+        let rows = self.read(look).await?;
+        Ok(rows.map(|rows| rows.into_iter().map(Step::of).collect()))
     }
 
     async fn entry(&self, id: KeyId) -> Result<Option<Entry>, Error> {

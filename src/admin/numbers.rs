@@ -27,7 +27,7 @@ pub struct Numbers {
     /// are outstanding with [`OUTSTANDING_INDEX`](crate::migrations::OUTSTANDING_INDEX), of all without it.
     pub is_whole: bool,
     /// For how long the row has been expired that should have been swept first. `None` where there is none. When it
-    /// grows old, nobody sweeps.
+    /// grows old, nobody sweeps. Half-done keys are kept on purpose, see [`sweeper`](crate::sweeper#half-done-keys).
     pub oldest_expired: Option<Duration>,
 }
 

@@ -1,10 +1,15 @@
 //! Which keys are looked for, and how far.
 
-use std::{fmt, num::NonZeroU32};
+use std::{
+    fmt,
+    num::NonZeroU32,
+    ops::RangeInclusive,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
-use super::{Admin, Entry};
+use super::{Admin, Entry, State};
 use crate::{
-    engine::store::Checkout,
+    engine::{ending::millis, store::Checkout},
     error::Error,
     postgres::inspect::{self, By, Wanted},
     scope::{readable, redacted},
@@ -36,6 +41,10 @@ pub struct Search {
     principal: Option<String>,
     resource: Option<String>,
     outstanding: bool,
+    state: Option<State>,
+    status: Option<RangeInclusive<u16>>,
+    from: Option<SystemTime>,
+    before: Option<SystemTime>,
     limit: NonZeroU32,
     after: Option<Rest>,
 }
@@ -87,6 +96,10 @@ impl Default for Search {
             principal: None,
             resource: None,
             outstanding: false,
+            state: None,
+            status: None,
+            from: None,
+            before: None,
             limit: NonZeroU32::new(DEFAULT_LIMIT).unwrap_or(NonZeroU32::MIN),
             after: None,
         }
@@ -142,6 +155,31 @@ impl Search {
         Self { outstanding: true, ..self }
     }
 
+    /// Only those that are in this state now.
+    #[must_use]
+    pub fn state(self, state: State) -> Self {
+        Self { state: Some(state), ..self }
+    }
+
+    /// Only those with such a status, of the stored answer, or of the attempt that gave the key back: `500..=599` beside
+    /// [`State::Released`] are attempts that have failed.
+    #[must_use]
+    pub fn status(self, status: RangeInclusive<u16>) -> Self {
+        Self { status: Some(status), ..self }
+    }
+
+    /// Only those that were first claimed at this time or later.
+    #[must_use]
+    pub fn claimed_from(self, at: SystemTime) -> Self {
+        Self { from: Some(at), ..self }
+    }
+
+    /// Only those that were first claimed before this time.
+    #[must_use]
+    pub fn claimed_before(self, at: SystemTime) -> Self {
+        Self { before: Some(at), ..self }
+    }
+
     /// How many at most. Default: [`DEFAULT_LIMIT`].
     #[must_use]
     pub fn limit(self, keys: NonZeroU32) -> Self {
@@ -163,6 +201,10 @@ impl Search {
             principal: self.principal.as_deref(),
             resource: self.resource.as_deref(),
             outstanding: self.outstanding,
+            state: self.state.map(State::as_str),
+            status: self.status.as_ref().map(|status| (i32::from(*status.start()), i32::from(*status.end()))),
+            from_ms: self.from.map(unix_ms),
+            before_ms: self.before.map(unix_ms),
             // One more tells that there are more.
             limit: i64::from(self.limit.get()) + 1,
         }
@@ -173,7 +215,10 @@ impl Search {
         if self.after.is_some() {
             return Ok(By::Id);
         }
-        for (helps, by) in [(self.outstanding, By::Outstanding), (self.principal.is_some(), By::Principal)] {
+        let is_stored_outstanding = matches!(self.state, Some(State::Outstanding | State::Lapsed));
+        for (helps, by) in
+            [(self.outstanding || is_stored_outstanding, By::Outstanding), (self.principal.is_some(), By::Principal)]
+        {
             if helps && inspect::is_indexed(conn, by).await? {
                 return Ok(by);
             }
@@ -203,9 +248,18 @@ impl fmt::Debug for Search {
             .field("principal", &self.principal.as_deref().map(redacted))
             .field("resource", &self.resource)
             .field("outstanding", &self.outstanding)
+            .field("state", &self.state)
+            .field("status", &self.status)
+            .field("from", &self.from)
+            .field("before", &self.before)
             .field("limit", &self.limit)
             .finish_non_exhaustive()
     }
+}
+
+/// Milliseconds since 1970; before that nothing was claimed.
+fn unix_ms(at: SystemTime) -> i64 {
+    at.duration_since(UNIX_EPOCH).map(millis).unwrap_or_default()
 }
 
 /// What has been looked through.
@@ -244,8 +298,9 @@ impl Admin {
     async fn found(&self, search: &Search, by: By) -> Result<Found, Error> {
         let walked = self.walk(search, by).await?;
         let mut entries = self.entries(&walked.ids).await?;
-        // One that has ended since it was found is not outstanding any more.
+        // One that has ended since it was found is not outstanding any more, nor in another state.
         entries.retain(|entry| !search.outstanding || entry.stored == "outstanding");
+        entries.retain(|entry| search.state.is_none_or(|state| entry.state == state));
         let is_cut = search.sort_and_cut(&mut entries);
         Ok(Found { entries, is_whole: walked.is_whole, is_cut, rest: walked.rest })
     }

@@ -63,6 +63,7 @@ pub(crate) struct Engine {
     /// Of what the log has been told.
     advised: Mutex<HashSet<(&'static str, Option<String>)>>,
     sweeping: OnceLock<Option<Sweeping>>,
+    unfinished: OnceLock<Duration>,
     watching: OnceLock<Arc<Pace>>,
     late: Late,
     pub(crate) holders: Arc<Holders>,
@@ -94,6 +95,7 @@ impl Engine {
             anonymous: AtomicBool::new(false),
             advised: Mutex::default(),
             sweeping: OnceLock::new(),
+            unfinished: OnceLock::new(),
             watching: OnceLock::new(),
             late: Late::default(),
             gone: CancellationToken::new(),
@@ -152,12 +154,25 @@ impl Engine {
     /// Starts the sweeper with the first protected request, and the look at whether anybody sweeps; `retention` makes the
     /// rounds of both shorter.
     pub(crate) fn sweep(self: &Arc<Self>, retention: Option<Duration>) {
-        let sweeping = self.sweeping.get_or_init(|| Some(Sweeper::new(self.store.pool.clone()).spawn()));
+        let sweeping = self.sweeping.get_or_init(|| Some(self.sweeper().spawn()));
         let watching = self.watching.get_or_init(|| self.watch(sweeping.is_none()));
         if let Some(retention) = retention {
             watching.at_least_every(retention);
             sweeping.iter().for_each(|sweeping| sweeping.at_least_every(retention));
         }
+    }
+
+    fn sweeper(&self) -> Sweeper {
+        let sweeper = Sweeper::new(self.store.pool.clone());
+        match self.unfinished.get() {
+            Some(kept) => sweeper.keep_unfinished(*kept),
+            None => sweeper,
+        }
+    }
+
+    /// For so long half-done keys stay after they have expired. Too late once a request has been protected.
+    pub(crate) fn keep_unfinished(&self, kept: Duration) {
+        let _ = self.unfinished.set(kept);
     }
 
     fn watch(self: &Arc<Self>, is_swept_by_others: bool) -> Arc<Pace> {

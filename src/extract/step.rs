@@ -109,6 +109,8 @@ impl IdemKey {
             return Err(StepError::Name);
         }
         let mut entered = held.steps.enter(name).ok_or(StepError::Repeated)?;
+        // Also where an attempt before has done it, and died without a word.
+        held.acted.set();
         // The first attempt finds none: the seed is its own.
         if self.attempt() > 1
             && let Some(stored) = held.find(name).await.map_err(StepError::Store)?
@@ -117,7 +119,6 @@ impl IdemKey {
             let result = stored.ok_or(StepError::Omitted)?;
             return serde_json::from_slice(&result).map_err(|_| StepError::Shape);
         }
-        held.acted.set();
         failpoint::reach("before-step");
         let value = work().await.map_err(StepError::Failed)?;
         entered.done = true;

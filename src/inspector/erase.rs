@@ -12,6 +12,7 @@ use super::{
     Inspector, origin,
     page::{self, Failure, View, link},
     rows::{self, Row},
+    words,
 };
 use crate::admin::{Erased, Search};
 
@@ -116,8 +117,8 @@ impl View for Question {
         html! {
             h1 { "Erase all keys of this principal?" }
             dl.life {
-                div { dt { "principal" } dd { (self.whose.principal) } }
-                div { dt { "tenant" } dd { (self.whose.tenant().unwrap_or("none")) } }
+                div { dt { "principal" } dd { (words::visible(&self.whose.principal)) } }
+                div { dt { "tenant" } dd { (words::visible(self.whose.tenant().unwrap_or("none"))) } }
             }
             p { "All of its keys are deleted, with their answers and steps. A retry of any of them is a first request, and runs." }
             p.bad {

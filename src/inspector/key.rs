@@ -15,7 +15,7 @@ use super::{
     words,
 };
 use crate::{
-    admin::{Entry, State},
+    admin::{Entry, State, Step},
     error::Error,
     snapshot::ResponseSnapshot,
 };
@@ -52,10 +52,21 @@ struct Life {
     row: Row,
     /// `None` where none is stored.
     answer: Option<Answer>,
+    /// What its attempts have done already, in that order. `None`: this role may not read them.
+    steps: Option<Vec<Done>>,
     /// What may be done to it, by the path of the question.
     actions: Vec<Action>,
     #[serde(skip)]
     notice: Option<(Action, Came)>,
+}
+
+/// A step.
+#[derive(Serialize)]
+struct Done {
+    name: String,
+    done_at_ms: u64,
+    /// `None`: the result was too large to keep.
+    result_size: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -101,10 +112,12 @@ impl Life {
         let Query(asked) = asked.map_err(|_| Failure::unreadable("This address cannot be read."))?;
         let entry = entry(inspector, &asked.id).await?;
         let answer = Answer::of(inspector, &entry).await.map_err(|error| Failure::store(&error))?;
+        let steps = inspector.admin.steps(&entry).await.map_err(|error| Failure::store(&error))?;
+        let steps = steps.map(|steps| steps.iter().map(Done::of).collect());
         let notice = asked.action.as_deref().and_then(Action::of).zip(asked.came.as_deref().and_then(Came::of));
         // It comes from the address, which anybody can write, and which outlives what it tells.
         let notice = notice.filter(|(action, came)| *came != Came::Done || action.leaves(entry.state));
-        Ok(Self { row: Row::of(&entry), answer, actions: Action::for_state(entry.state), notice })
+        Ok(Self { row: Row::of(&entry), answer, steps, actions: Action::for_state(entry.state), notice })
     }
 
     /// One line each; what has no value has no line.
@@ -113,17 +126,17 @@ impl Life {
         let at = |unix_ms: u64| html! { (words::date(unix_ms)) ", " (row.ago(unix_ms)) };
         let mut facts = vec![
             ("state", html! { (row.badge()) " " (meaning(row.is)) }),
-            ("key", html! { code { (row.key) } }),
-            ("resource", html! { (row.resource) }),
-            ("principal", html! { (row.principal.as_deref().unwrap_or("anonymous")) }),
-            ("tenant", html! { (row.tenant.as_deref().unwrap_or("–")) }),
+            ("key", html! { code { (words::visible(&row.key)) } }),
+            ("resource", html! { (words::visible(&row.resource)) }),
+            ("principal", html! { (words::visible(row.principal.as_deref().unwrap_or("anonymous"))) }),
+            ("tenant", html! { (words::visible(row.tenant.as_deref().unwrap_or("–"))) }),
             ("domain", html! { (row.domain) }),
             ("id", html! { code { (row.id) } }),
             ("attempt", html! { (row.attempt) }),
             ("first claimed", at(row.created_at_ms)),
             ("lease", html! { (row.lease()) }),
         ];
-        facts.extend(row.request_id.as_ref().map(|id| ("first request", html! { code { (id) } })));
+        facts.extend(row.request_id.as_ref().map(|id| ("first request", html! { code { (words::visible(id)) } })));
         facts.extend(row.completed_at_ms.map(|completed| ("completed", at(completed))));
         facts.push((
             "expires",
@@ -133,8 +146,38 @@ impl Life {
                 Some(left) => html! { "in " (words::span(left)) },
             },
         ));
-        facts.extend(row.status.map(|status| ("status", html! { (status) })));
+        let last = if row.completed_at_ms.is_some() { "status" } else { "last status" };
+        facts.extend(row.status.map(|status| (last, html! { (status) })));
+        if row.acted {
+            facts.push((
+                "effects",
+                html! { "unknown: an attempt has acted outside its transaction, or was sure of its success" },
+            ));
+        }
         facts
+    }
+
+    fn steps(&self, steps: &[Done]) -> Markup {
+        html! {
+            h2 { "Steps that are done" }
+            table.steps {
+                tbody {
+                    @for step in steps {
+                        tr {
+                            th scope="row" { (words::visible(&step.name)) }
+                            td { (self.row.ago(step.done_at_ms)) }
+                            td {
+                                @match step.result_size {
+                                    Some(bytes) => { (words::size(bytes)) }
+                                    None => { "its result was too large to keep" }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            p.hint { "The next attempt at the same request does not do them again. They go with the key." }
+        }
     }
 
     fn actions(&self) -> Markup {
@@ -162,6 +205,13 @@ fn meaning(state: State) -> &'static str {
     }
 }
 
+impl Done {
+    fn of(step: &Step) -> Self {
+        let done_at_ms = words::unix_ms(step.done_at);
+        Self { name: step.name.clone(), done_at_ms, result_size: step.result_size }
+    }
+}
+
 impl Answer {
     async fn of(inspector: &Inspector, entry: &Entry) -> Result<Option<Self>, Error> {
         let Some(stored) = inspector.admin.answer(entry).await? else { return Ok(None) };
@@ -183,8 +233,8 @@ impl Answer {
                 tbody {
                     @for header in &self.headers {
                         tr {
-                            th scope="row" { (header.name) }
-                            td { @match &header.value { Some(value) => code { (value) }, None => i { "hidden" } } }
+                            th scope="row" { (words::visible(&header.name)) }
+                            td { @match &header.value { Some(value) => code { (words::visible(value)) }, None => i { "hidden" } } }
                         }
                     }
                 }
@@ -223,7 +273,7 @@ fn text(body: &[u8]) -> Option<String> {
 
 impl View for Life {
     fn title(&self) -> String {
-        format!("Key {}", self.row.key)
+        format!("Key {}", words::visible(&self.row.key))
     }
 
     fn markup(&self) -> Markup {
@@ -237,6 +287,9 @@ impl View for Life {
                     @for (name, value) in self.facts() {
                         div { dt { (name) } dd { (value) } }
                     }
+                }
+                @if let Some(steps @ [_, ..]) = self.steps.as_deref() {
+                    section #steps { (self.steps(steps)) }
                 }
                 section #answer {
                     h2 { "The stored answer" }

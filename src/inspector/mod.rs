@@ -7,10 +7,14 @@
 //! | path | what | its twin |
 //! |---|---|---|
 //! | `overview` | events of the last quarter of an hour, outstanding keys, the table, the sweeper | `overview.json` |
-//! | `search` | keys, by `id`, `domain`, `key`, `tenant`, `principal`, `resource`, `outstanding` | `search.json` |
-//! | `key?id=…` | one key, by its whole id in hex | `key.json` |
+//! | `search` | keys, by `id`, `domain`, `key`, `tenant`, `principal`, `resource`, `outstanding`, `state`, `status` (`502`, `400-499`, `5xx`), and when they were claimed first, `from` and `to` in UTC | `search.json` |
+//! | `key?id=…` | one key, by its whole id in hex: its life, its last status, its steps, its answer | `key.json` |
 //! | `release`, `force-release`, `expire` | the question by GET, the action by POST | |
 //! | `erase` | the same for all keys of a principal | |
+//!
+//! Letters that cannot be seen, or that turn others around (controls of direction, zero-width ones), are named by their
+//! number in every name that a page shows, as in `ab⟨U+202E⟩c`: what looks the same is the same. The twins have names as they
+//! are.
 //!
 //! The twin of a page has the same data, as JSON, behind the same guard. The root of the scope leads to `overview`.
 //! All links are relative, so that a proxy may serve it under another path.

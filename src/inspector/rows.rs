@@ -27,7 +27,10 @@ pub(super) struct Row {
     pub(super) lease_left_ms: Option<u64>,
     pub(super) completed_at_ms: Option<u64>,
     pub(super) expires_in_ms: Option<u64>,
+    /// Of the stored answer, or of the attempt that gave the key back.
     pub(super) status: Option<u16>,
+    /// Whether an attempt that gave it back has done what a ROLLBACK does not undo.
+    pub(super) acted: bool,
     #[serde(skip)]
     pub(super) is: State,
 }
@@ -53,6 +56,7 @@ impl Row {
             completed_at_ms: entry.completed_at.map(words::unix_ms),
             expires_in_ms: entry.expires_in.map(words::ms),
             status: entry.status,
+            acted: entry.acted,
             is: entry.state,
         }
     }
@@ -95,10 +99,10 @@ pub(super) fn table(rows: &[Row]) -> Markup {
                 @for row in rows {
                     tr.(row.state) {
                         td { (row.badge()) }
-                        td.text { a href=(row.link()) { (row.key) } }
-                        td.text { (row.resource) }
-                        td.text { (row.principal.as_deref().unwrap_or("anonymous")) }
-                        td.text { (row.tenant.as_deref().unwrap_or("–")) }
+                        td.text { a href=(row.link()) { (words::visible(&row.key)) } }
+                        td.text { (words::visible(&row.resource)) }
+                        td.text { (words::visible(row.principal.as_deref().unwrap_or("anonymous"))) }
+                        td.text { (words::visible(row.tenant.as_deref().unwrap_or("–"))) }
                         td.number { (row.attempt) }
                         td { (row.ago(row.created_at_ms)) }
                         td { (row.lease()) }

@@ -11,9 +11,10 @@ use super::{
     Inspector,
     page::{self, Failure, View, link},
     rows::{self, Row},
+    words,
 };
 use crate::{
-    admin::{Found, MATCHES, Rest, STRETCH, STRETCHES, Search},
+    admin::{Found, MATCHES, Rest, STRETCH, STRETCHES, Search, State},
     error::Error,
     scope::Scope,
 };
@@ -29,6 +30,13 @@ pub(super) struct Asked {
     principal: String,
     resource: String,
     outstanding: String,
+    /// What it is doing now.
+    state: String,
+    /// One, a range as in `400-499`, or a class as in `5xx`.
+    status: String,
+    /// When it was claimed first, in UTC: not before, and before.
+    from: String,
+    to: String,
     /// Where the look before has stopped.
     after: String,
     /// How many rows of the principal have just gone, and how many are left.
@@ -79,6 +87,9 @@ impl Asked {
         if self.fields().any(|(_, text)| text.contains('\0')) {
             return Err(Failure::unreadable("No key has a NUL in it, nor has anything else that can be looked for."));
         }
+        if !self.state.is_empty() && State::named(&self.state).is_none() {
+            return Err(Failure::unreadable("The state is outstanding, lapsed, released, completed or expired."));
+        }
         if !["", "http", "once", "token"].contains(&self.domain.as_str()) {
             return Err(Failure::unreadable("The domain is http, once or token."));
         }
@@ -102,6 +113,23 @@ impl Asked {
         if !self.outstanding.is_empty() {
             search = search.outstanding();
         }
+        if let Some(state) = State::named(&self.state) {
+            search = search.state(state);
+        }
+        if let Some(status) = said(&self.status) {
+            let told = "A status is a number such as 502, a range such as 400-499, or a class such as 5xx.";
+            search = search.status(words::statuses(status).ok_or(Failure::unreadable(told))?);
+        }
+        let when = |text| {
+            let told = "A time is a date and a time of day in UTC, such as 2026-01-31T08:00.";
+            said(text).map(|text| words::time(text).ok_or(Failure::unreadable(told))).transpose()
+        };
+        if let Some(from) = when(&self.from)? {
+            search = search.claimed_from(from);
+        }
+        if let Some(to) = when(&self.to)? {
+            search = search.claimed_before(to);
+        }
         match said(&self.after) {
             None => Ok(search),
             Some(after) => {
@@ -114,7 +142,8 @@ impl Asked {
     /// The key, and whose it would be if the fields say everything about it.
     fn scope(&self) -> Option<(Scope, &str)> {
         let (key, resource) = (said(&self.key)?, said(&self.resource)?);
-        let is_any_state = self.outstanding.is_empty() && self.after.is_empty();
+        let narrowing = [&self.outstanding, &self.state, &self.status, &self.from, &self.to, &self.after];
+        let is_any_state = narrowing.into_iter().all(String::is_empty);
         let scope = match self.domain.as_str() {
             _ if !is_any_state => return None,
             "token" => return None,
@@ -128,7 +157,14 @@ impl Asked {
 
     fn further(&self, rest: &str) -> String {
         let mut fields: Vec<_> = self.fields().map(|(field, text)| (field, Some(text))).collect();
-        fields.extend([("outstanding", said(&self.outstanding)), ("after", Some(rest))]);
+        fields.extend([
+            ("outstanding", said(&self.outstanding)),
+            ("state", said(&self.state)),
+            ("status", said(&self.status)),
+            ("from", said(&self.from)),
+            ("to", said(&self.to)),
+            ("after", Some(rest)),
+        ]);
         link("search", &fields)
     }
 }
@@ -184,6 +220,9 @@ impl View for Listing {
                 }
             }
             (form(&self.asked))
+            @for (field, text) in self.asked.fields().filter(|(_, text)| words::visible(text) != *text) {
+                p.hint { "The " (field) " that was looked for: " code { (words::visible(text)) } }
+            }
             p.hint {
                 @if self.keys.is_empty() { "None found" } @else { (self.keys.len()) " found" }
                 @if self.is_cut { ", and there are more that fit: say more of what you look for" }
@@ -222,6 +261,18 @@ pub(super) fn form(asked: &Asked) -> Markup {
                     }
                 }
             }
+            label {
+                "State"
+                select name="state" {
+                    option value="" selected[asked.state.is_empty()] { "any" }
+                    @for state in State::ALL {
+                        option value=(state.as_str()) selected[asked.state == state.as_str()] { (state.as_str()) }
+                    }
+                }
+            }
+            label { "Status, as 502 or 5xx" input name="status" value=(asked.status) size="8" autocomplete="off"; }
+            label { "Claimed from (UTC)" input type="datetime-local" name="from" value=(asked.from); }
+            label { "and before" input type="datetime-local" name="to" value=(asked.to); }
             label.check { input type="checkbox" name="outstanding" checked[!asked.outstanding.is_empty()]; "outstanding" }
             button { "Search" }
         }

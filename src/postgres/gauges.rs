@@ -1,4 +1,4 @@
-//! How old the oldest rows are. Both questions look at a bounded stretch of an index and write nothing.
+//! How old the oldest rows are, and how many are half-done. Each question looks at a bounded stretch of an index and writes nothing.
 
 use diesel::{
     QueryResult,
@@ -6,7 +6,10 @@ use diesel::{
 };
 use diesel_async::RunQueryDsl;
 
-use super::{AsyncPgConnection, lapsed, statement};
+use super::{
+    AsyncPgConnection, lapsed, statement, steps,
+    unfinished::{FINISHED, UNFINISHED, UNFINISHED_WITHOUT_STEPS},
+};
 
 /// How many rows are looked at: those that are really the oldest are among the first.
 const ROWS: i64 = 1000;
@@ -18,7 +21,7 @@ statement! {
     [
         "SELECT extract(epoch FROM clock_timestamp() - min(expired_at))::float8 FROM (SELECT \
          coalesce(completed_at, leased_until) + (expires_at - created_at) AS expired_at FROM idempotency_keys \
-         WHERE expires_at <= now() ORDER BY expires_at LIMIT ", (rows: BigInt),
+         WHERE expires_at <= now() AND ", FINISHED, " ORDER BY expires_at LIMIT ", (rows: BigInt),
         ") AS first WHERE expired_at <= now()",
     ]
 }
@@ -33,12 +36,34 @@ statement! {
     ]
 }
 
+/// The statement, for rows of which it is asked in this way whether they are half-done.
+macro_rules! counting {
+    ($name:ident, $unfinished:tt) => {
+        statement! {
+            /// Those that are kept expired first.
+            struct $name { rows: i64 }
+            returns BigInt;
+            [
+                "SELECT count(*) FROM (SELECT * FROM idempotency_keys WHERE expires_at <= now() ORDER BY expires_at LIMIT ",
+                (rows: BigInt),
+                ") AS k WHERE coalesce(k.completed_at, k.leased_until) + (k.expires_at - k.created_at) <= now() AND ",
+                $unfinished,
+            ]
+        }
+    };
+}
+
+counting!(Unfinished, UNFINISHED);
+counting!(UnfinishedUnseen, UNFINISHED_WITHOUT_STEPS);
+
 /// In seconds; 0 where there is none.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Oldest {
     /// `None`: there is no index that finds it.
     pub(crate) outstanding: Option<f64>,
     pub(crate) expired: f64,
+    /// How many half-done keys have expired.
+    pub(crate) unfinished: i64,
 }
 
 /// For how long the oldest row has been expired, in seconds; 0 where there is none.
@@ -62,7 +87,12 @@ pub(crate) async fn oldest(conn: &mut AsyncPgConnection) -> QueryResult<Oldest> 
             } else {
                 None
             };
-            Ok(Oldest { outstanding, expired: expired.unwrap_or_default() })
+            let unfinished = if steps::may_be_read(conn).await? {
+                Unfinished { rows: &ROWS }.get_result(conn).await?
+            } else {
+                UnfinishedUnseen { rows: &ROWS }.get_result(conn).await?
+            };
+            Ok(Oldest { outstanding, expired: expired.unwrap_or_default(), unfinished })
         })
         .await
 }

@@ -8,7 +8,7 @@ use diesel::{
 };
 use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
 
-use super::{AsyncPgConnection, statement};
+use super::{AsyncPgConnection, statement, unfinished::FINISHED};
 
 /// What every later write names.
 #[derive(Debug, Queryable)]
@@ -55,6 +55,7 @@ pub(crate) struct Kept {
     pub(crate) header_names: Option<Vec<String>>,
     pub(crate) body_size: Option<i32>,
     pub(crate) body_omitted: bool,
+    pub(crate) acted: bool,
 }
 
 pub(crate) type Row = (Pin, Shown, Life, Kept);
@@ -67,7 +68,7 @@ statement! {
         (Binary, Binary, Text),
         (Text, Nullable<Text>, Nullable<Text>, Text, Text, Nullable<Text>),
         (Text, Integer, Timestamp, Nullable<Timestamp>, Nullable<Timestamp>, Nullable<BigInt>, Nullable<BigInt>, Timestamp),
-        (Nullable<SmallInt>, Nullable<Array<Text>>, Nullable<Integer>, Bool),
+        (Nullable<SmallInt>, Nullable<Array<Text>>, Nullable<Integer>, Bool, Bool),
     );
     [
         "SELECT k.id, k.owner, k.state, k.domain, k.tenant, k.principal, k.resource, k.key, k.request_id, \
@@ -77,7 +78,7 @@ statement! {
          k.completed_at AT TIME ZONE 'UTC', \
          CASE WHEN isfinite(k.leased_until) THEN ceil(extract(epoch FROM k.leased_until - t.now) * 1000)::bigint END, \
          CASE WHEN isfinite(t.expires_at) THEN ceil(extract(epoch FROM t.expires_at - t.now) * 1000)::bigint END, \
-         t.now AT TIME ZONE 'UTC', k.status, k.header_names, octet_length(k.body), k.body_omitted \
+         t.now AT TIME ZONE 'UTC', k.status, k.header_names, octet_length(k.body), k.body_omitted, k.acted \
          FROM unnest(", (ids: Array<Binary>), ") AS wanted (id) \
          CROSS JOIN LATERAL (SELECT * FROM idempotency_keys WHERE id = wanted.id LIMIT 1) AS k \
          CROSS JOIN LATERAL (SELECT clock_timestamp() AS now, \
@@ -148,6 +149,13 @@ pub(crate) struct Wanted<'a> {
     pub(crate) resource: Option<&'a str>,
     /// Only those, and the oldest first; the newest otherwise.
     pub(crate) outstanding: bool,
+    /// As it is computed.
+    pub(crate) state: Option<&'a str>,
+    /// From the one to the other.
+    pub(crate) status: Option<(i32, i32)>,
+    /// When it was claimed first: not before, and before.
+    pub(crate) from_ms: Option<i64>,
+    pub(crate) before_ms: Option<i64>,
     pub(crate) limit: i64,
 }
 
@@ -162,23 +170,23 @@ pub(crate) struct Looked {
     pub(crate) ids: Vec<Vec<u8>>,
 }
 
+/// What is asked of the rows that are looked through.
+const SEEN: &str = "id, domain, key, tenant, principal, resource, state, status, created_at, leased_until, \
+     completed_at, expires_at FROM idempotency_keys WHERE ";
+
 statement! {
     /// One of the parts runs, the others are not begun.
     struct Find {
         by: str, after: [u8], rows: i64, domain: Option<&'a str>, key: Option<&'a str>, tenant: Option<&'a str>,
-        no_tenant: bool, principal: Option<&'a str>, resource: Option<&'a str>, outstanding: bool, limit: i64,
+        no_tenant: bool, principal: Option<&'a str>, resource: Option<&'a str>, outstanding: bool, state: Option<&'a str>,
+        status_from: Option<i32>, status_to: Option<i32>, from_ms: Option<i64>, before_ms: Option<i64>, limit: i64,
     }
     returns (BigInt, Nullable<Binary>, Array<Binary>);
     [
-        "WITH seen AS MATERIALIZED ((SELECT id, domain, key, tenant, principal, resource, state, created_at \
-         FROM idempotency_keys WHERE ", (by: Text), " = 'id' AND id > ", (after: Binary), " ORDER BY id LIMIT ",
-        (rows: BigInt), ") UNION ALL (SELECT id, domain, key, tenant, principal, resource, state, created_at \
-         FROM idempotency_keys WHERE ", (by: Text), " = 'outstanding' AND state = 'outstanding' \
-         ORDER BY leased_until LIMIT ", (rows: BigInt), ") UNION ALL (SELECT id, domain, key, tenant, principal, \
-         resource, state, created_at FROM idempotency_keys WHERE ", (by: Text), " = 'principal' AND principal = ",
-        (principal: Nullable<Text>), " LIMIT ", (rows: BigInt), ") UNION ALL (SELECT id, domain, key, tenant, \
-         principal, resource, state, created_at FROM idempotency_keys WHERE ", (by: Text),
-        " = 'lately' AND expires_at IS NOT NULL ORDER BY expires_at DESC LIMIT ", (rows: BigInt), ")) \
+        "WITH seen AS MATERIALIZED ((SELECT ", SEEN, (by: Text), " = 'id' AND id > ", (after: Binary), " ORDER BY id LIMIT ",
+        (rows: BigInt), ") UNION ALL (SELECT ", SEEN, (by: Text), " = 'outstanding' AND state = 'outstanding' \
+         ORDER BY leased_until LIMIT ", (rows: BigInt), ") UNION ALL (SELECT ", SEEN, (by: Text), " = 'principal' AND principal = ",
+        (principal: Nullable<Text>), " LIMIT ", (rows: BigInt), ") UNION ALL (SELECT ", SEEN, (by: Text), " = 'lately' AND expires_at IS NOT NULL ORDER BY expires_at DESC LIMIT ", (rows: BigInt), ")) \
          SELECT (SELECT count(*) FROM seen), (SELECT id FROM seen ORDER BY id DESC LIMIT 1), \
          ARRAY(SELECT id FROM seen WHERE (", (by: Text), " <> 'lately' OR created_at > now() - interval '1 hour') \
          AND (", (domain: Nullable<Text>), " IS NULL OR domain = ", (domain: Nullable<Text>),
@@ -187,7 +195,16 @@ statement! {
         ") AND (tenant IS NULL OR NOT ", (no_tenant: Bool),
         ") AND (", (principal: Nullable<Text>), " IS NULL OR principal = ", (principal: Nullable<Text>),
         ") AND (", (resource: Nullable<Text>), " IS NULL OR resource = ", (resource: Nullable<Text>),
-        ") AND (state = 'outstanding' OR NOT ", (outstanding: Bool), ") ORDER BY CASE WHEN ", (outstanding: Bool),
+        ") AND (state = 'outstanding' OR NOT ", (outstanding: Bool),
+        ") AND (", (state: Nullable<Text>), " IS NULL OR CASE \
+         WHEN coalesce(completed_at, leased_until) + (expires_at - created_at) <= clock_timestamp() THEN 'expired' \
+         WHEN state = 'outstanding' AND leased_until <= clock_timestamp() THEN 'lapsed' ELSE state END = ",
+        (state: Nullable<Text>), ") AND (", (status_from: Nullable<Integer>), " IS NULL OR status >= ",
+        (status_from: Nullable<Integer>), ") AND (", (status_to: Nullable<Integer>), " IS NULL OR status <= ",
+        (status_to: Nullable<Integer>), ") AND (", (from_ms: Nullable<BigInt>), " IS NULL OR created_at >= \
+         timestamptz 'epoch' + ", (from_ms: Nullable<BigInt>), " * interval '1 millisecond') AND (",
+        (before_ms: Nullable<BigInt>), " IS NULL OR created_at < timestamptz 'epoch' + ",
+        (before_ms: Nullable<BigInt>), " * interval '1 millisecond') ORDER BY CASE WHEN ", (outstanding: Bool),
         " THEN created_at END, created_at DESC, id LIMIT ", (limit: BigInt), ")",
     ]
 }
@@ -216,6 +233,11 @@ pub(crate) async fn find(
         principal: &wanted.principal,
         resource: &wanted.resource,
         outstanding: &wanted.outstanding,
+        state: &wanted.state,
+        status_from: &wanted.status.map(|(from, _)| from),
+        status_to: &wanted.status.map(|(_, to)| to),
+        from_ms: &wanted.from_ms,
+        before_ms: &wanted.before_ms,
         limit: &wanted.limit,
     };
     find.get_result(conn).await
@@ -259,7 +281,7 @@ statement! {
         " AND state = 'outstanding' LIMIT ", (rows: BigInt), ") UNION ALL (SELECT state, created_at \
          FROM idempotency_keys WHERE NOT ", (indexed: Bool), " LIMIT ", (rows: BigInt), ")), \
          expired AS MATERIALIZED (SELECT coalesce(completed_at, leased_until) + (expires_at - created_at) AS at \
-         FROM idempotency_keys WHERE expires_at <= now() ORDER BY expires_at LIMIT 1000) \
+         FROM idempotency_keys WHERE expires_at <= now() AND ", FINISHED, " ORDER BY expires_at LIMIT 1000) \
          SELECT pg_total_relation_size('idempotency_keys'::regclass), t.n_live_tup, t.n_dead_tup, \
          (SELECT count(*) FROM seen), (SELECT count(*) FROM seen WHERE state = 'outstanding'), \
          (SELECT ceil(extract(epoch FROM clock_timestamp() - min(created_at)) * 1000)::bigint FROM seen \

@@ -136,7 +136,8 @@ pub(crate) async fn look_at_all(conn: &mut AsyncPgConnection, ids: &[&[u8]]) -> 
 
 statement! {
     /// One statement for every way of taking over: expired, released, lapsed. Which of them the caller
-    /// saw is pinned by `owner` and `state`; that one of them still holds is asked again here.
+    /// saw is pinned by `owner` and `state`; that one of them still holds is asked again here. What an attempt that
+    /// has died has done is unknown from then on.
     struct TakeOver {
         id: [u8], seen_owner: [u8], seen_state: str, owner: [u8], attempt: i32, seed: [u8], fingerprint: [u8],
         recipe: [u8], recipe_version: i16, lease_ms: i64, retention_ms: Option<i64>, not_after_ms: Option<i64>,
@@ -158,7 +159,7 @@ statement! {
         " * interval '1 millisecond', CASE WHEN ", (retention_ms: Nullable<BigInt>), " IS NOT NULL THEN \
          timestamptz 'epoch' + ", (not_after_ms: Nullable<BigInt>), " * interval '1 millisecond' END) ELSE expires_at END, \
          request_id = CASE WHEN ", (anew: Bool), " THEN ", (request_id: Nullable<Text>),
-        " ELSE k.request_id END, acted = k.acted AND NOT ", (anew: Bool), ", completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
+        " ELSE k.request_id END, acted = (k.acted OR k.state = 'outstanding') AND NOT ", (anew: Bool), ", completed_at = NULL, status = NULL, header_names = NULL, header_values = NULL, body = NULL, \
          body_omitted = false, snapshot_version = NULL \
          FROM seen WHERE k.id = seen.id AND k.owner = ", (seen_owner: Binary), " AND k.state = ", (seen_state: Text),
     ]

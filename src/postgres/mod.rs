@@ -23,6 +23,7 @@ pub(crate) mod sweep;
 pub(crate) mod tables;
 pub(crate) mod transactions;
 pub(crate) mod transition;
+pub(crate) mod unfinished;
 pub(crate) mod version;
 pub(crate) mod witness;
 

@@ -58,6 +58,14 @@ pub(crate) const ROW_COLUMNS: &str = "k.fingerprint, k.recipe, k.recipe_version,
      k.status, k.acted, k.header_names, k.header_values, k.body, k.snapshot_version, k.request_id, k.created_at, k.leased_until, \
      k.completed_at, k.expires_at, clock_timestamp()";
 
+impl Row {
+    /// Whether an attempt has acted and none has come to an end of its own, as in [`unfinished`](super::unfinished); of
+    /// steps a row says nothing.
+    pub(crate) fn is_unfinished(&self) -> bool {
+        self.state != "completed" && self.acted && self.status.is_none_or(|status| status >= 500 || status == 409)
+    }
+}
+
 impl Queryable<RowColumns, Pg> for Row {
     #[rustfmt::skip]
     type Row = (

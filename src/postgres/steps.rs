@@ -1,8 +1,10 @@
 //! The steps of an operation: what is done, and its result.
 
+use std::time::SystemTime;
+
 use diesel::{
-    QueryResult,
-    sql_types::{Binary, Nullable, Text},
+    QueryResult, Queryable,
+    sql_types::{Binary, Bool, Integer, Nullable, Text, Timestamp},
 };
 use diesel_async::RunQueryDsl;
 
@@ -49,4 +51,39 @@ pub(crate) async fn store(
     result: Option<&[u8]>,
 ) -> QueryResult<bool> {
     Ok(Store { id, owner, name, result: &result }.execute(conn).await? == 1)
+}
+
+statement! {
+    struct MayBeRead { table: str }
+    returns Bool;
+    ["SELECT coalesce(has_table_privilege(to_regclass(", (table: Text), "), 'SELECT'), false)"]
+}
+
+/// Whether there is a table of steps that this role may read.
+pub(crate) async fn may_be_read(conn: &mut AsyncPgConnection) -> QueryResult<bool> {
+    MayBeRead { table: "idempotency_steps" }.get_result(conn).await
+}
+
+/// A step without its result.
+#[derive(Debug, Queryable)]
+pub(crate) struct DoneStep {
+    pub(crate) name: String,
+    pub(crate) done_at: SystemTime,
+    /// `None`: too large to keep.
+    pub(crate) result_size: Option<i32>,
+}
+
+statement! {
+    struct OfKey { id: [u8] }
+    returns (Text, Timestamp, Nullable<Integer>);
+    [
+        "SELECT s.name, s.done_at AT TIME ZONE 'UTC', octet_length(s.result) FROM idempotency_steps AS s \
+         JOIN idempotency_keys AS k ON k.id = s.id AND k.seed = s.seed WHERE s.id = ", (id: Binary),
+        " ORDER BY s.done_at, s.name",
+    ]
+}
+
+/// Those of the operation that the key is about, in the order in which they were done.
+pub(crate) async fn of_key(conn: &mut AsyncPgConnection, id: &[u8]) -> QueryResult<Vec<DoneStep>> {
+    OfKey { id }.load(conn).await
 }

@@ -29,6 +29,7 @@ pub(crate) fn describe() {
         Unit::Seconds,
         "For how long the oldest row has been expired that is still there"
     );
+    describe_gauge!("idempotency_unfinished", Unit::Count, "Half-done keys that have expired and are kept");
     describe_gauge!("idempotency_pool_connections", Unit::Count, "Connections of the pool");
     // An alarm on the first of its kind needs a zero before it.
     Event::ALL.iter().for_each(|event| event.counter().increment(0));
@@ -58,6 +59,10 @@ pub(crate) fn outstanding(keys: usize) {
 pub(crate) fn connections(in_use: u32, idle: u32) {
     gauge!("idempotency_pool_connections", "state" => "in-use").set(in_use);
     gauge!("idempotency_pool_connections", "state" => "idle").set(idle);
+}
+
+pub(crate) fn unfinished(keys: u32) {
+    gauge!("idempotency_unfinished").set(keys);
 }
 
 /// Ages in the table. `outstanding` is `None` where it cannot be told cheaply.

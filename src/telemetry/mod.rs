@@ -22,7 +22,7 @@
 //! | `rejected` | debug | a request was refused; `code` says why |
 //! | `key-reused` | info | the key was used with another request |
 //! | `expired` | debug | an expired key was claimed anew |
-//! | `retried` | debug | a released key was claimed again |
+//! | `retried` | debug | a released key was claimed again, by a retry or a `Completer` |
 //! | `run-again` | debug | a completed key was claimed again, as `OnCompleted::RunAgain` asks |
 //! | `taken-over` | warn | a lapsed lease was taken over: the attempt before it died |
 //! | `lease-lost` | warn | an attempt found itself overtaken when it was done |
@@ -38,6 +38,7 @@
 //! | `store-unavailable` | error | the store failed |
 //! | `body-failed` | error | the body of an answer failed before it was kept |
 //! | `swept` | debug | expired rows were deleted |
+//! | `abandoned` | warn | a half-done key was deleted: it had expired, been kept for longer, and nobody has brought it to an end (`resource`, `state`, `status`, `attempt`); or another operation has begun under it |
 //! | `sweeping-late` | warn | a row has been expired for `oldest_s` seconds and is still there: nobody sweeps it |
 //! | `released-by-hand` | info | somebody released a lapsed key, by [`Admin`](crate::Admin) |
 //! | `force-released` | warn | somebody took a key from the attempt that runs it |
@@ -79,6 +80,7 @@
 //! | `idempotency_outstanding` | gauge | | | keys that are held by this process now |
 //! | `idempotency_oldest_outstanding_seconds` | gauge | s | | the age of the oldest outstanding key in the table |
 //! | `idempotency_oldest_expired_seconds` | gauge | s | | for how long the oldest row has been expired that is still there |
+//! | `idempotency_unfinished` | gauge | | | half-done keys that have expired and are kept to be looked at, among the thousand rows that expired first |
 //! | `idempotency_pool_connections` | gauge | | `state` | connections of the pool: `in-use`, `idle` |
 //!
 //! No label has values that a client could make up: the resource of a request is none, because it is the path
@@ -108,7 +110,7 @@ use crate::{
 
 pub use self::listener::{Notice, on_event};
 pub(crate) use self::{
-    meter::{claimed, completed, connections, describe, handled, oldest, outstanding, waited},
+    meter::{claimed, completed, connections, describe, handled, oldest, outstanding, unfinished, waited},
     tally::{Counted, INTERVAL, INTERVALS, tally},
 };
 
@@ -170,6 +172,7 @@ events! {
     StoreUnavailable = ERROR "store-unavailable",
     BodyFailed = ERROR "body-failed",
     Swept = DEBUG "swept",
+    Abandoned = WARN "abandoned",
     SweepingLate = WARN "sweeping-late",
     ReleasedByHand = INFO "released-by-hand",
     ForceReleased = WARN "force-released",
@@ -241,6 +244,24 @@ pub(crate) fn swept(rows: u64) {
     metrics::counter!("idempotency_swept_rows_total").increment(rows);
     tally().swept(rows);
     count(Event::Swept, None, None);
+}
+
+/// A half-done key, as it was last.
+#[derive(Clone, Copy)]
+pub(crate) struct Abandoned<'a> {
+    pub(crate) id: KeyId,
+    pub(crate) resource: &'a str,
+    pub(crate) state: &'a str,
+    pub(crate) status: Option<i16>,
+    pub(crate) attempt: i32,
+    pub(crate) first_request: Option<&'a str>,
+}
+
+/// It went.
+pub(crate) fn abandoned(gone: Abandoned<'_>) {
+    let Abandoned { id, resource, state, status, attempt, first_request } = gone;
+    say!(warn, Event::Abandoned, id = id.prefix(), resource, state, status, attempt, first_request);
+    count(Event::Abandoned, Some(&id), None);
 }
 
 /// A row is still there that has been expired for so long.

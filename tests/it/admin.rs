@@ -22,7 +22,7 @@ use reqwest::RequestBuilder;
 use crate::support::{
     app::{created, effect, effect_in},
     client::{Answer, Raw, RequestExt, client, post},
-    db::{Db, assert_usable},
+    db::{Db, assert_usable, pool},
     eventually,
     gate::Gate,
     log,
@@ -420,6 +420,13 @@ async fn a_search_finds_by_key_resource_tenant_and_principal_the_newest_first() 
         assert_eq!(keys(&admin, Search::new().resource("POST /tx")).await, ["d", "b"]);
         assert_eq!(keys(&admin, Search::new().principal("alice")).await, ["b", "a"]);
         assert_eq!(keys(&admin, Search::new().principal("alice").resource("POST /tx").tenant("acme")).await, ["b"]);
+        assert_eq!(keys(&admin, Search::new().state(State::Completed).status(201..=201)).await, ["d", "c", "b", "a"]);
+        assert!(keys(&admin, Search::new().state(State::Released)).await.is_empty());
+        assert!(keys(&admin, Search::new().status(500..=599)).await.is_empty());
+        let b = seen(&admin, "b").await.created_at;
+        assert_eq!(keys(&admin, Search::new().claimed_before(b)).await, ["a"]);
+        let later = b + Duration::from_millis(1);
+        assert_eq!(keys(&admin, Search::new().claimed_from(later).principal("bob")).await, ["d", "c"]);
         for nobody in [Search::new().tenant("other"), Search::new().principal("al"), Search::new().outstanding()] {
             assert!(keys(&admin, nobody).await.is_empty());
         }
@@ -491,6 +498,34 @@ async fn what_is_outstanding_is_listed_oldest_first_and_a_bounded_look_says_so()
     assert_eq!(held.await.unwrap().status, 201);
     eventually("the statistics have come", async || admin.numbers().await.unwrap().live_rows >= 100_000).await;
     assert_eq!(admin.numbers().await.unwrap().outstanding, 2);
+}
+
+#[actix_web::test]
+async fn what_was_given_back_half_done_is_found_with_its_steps() {
+    let rig = rig(policy()).await;
+    let admin = Admin::of(&rig.idempotency);
+    assert_eq!(rig.post("/steps").key("half").body("x").answer().await.status, 201);
+    assert_eq!(rig.post("/plain").key("whole").body("x").answer().await.status, 201);
+    rig.db.lapse("half").await;
+    rig.db.run("UPDATE idempotency_keys SET state = 'released', acted = true, status = 502 WHERE key = 'half'").await;
+    let search = Search::new().state(State::Released).status(500..=599);
+    for indexed in [false, true] {
+        if indexed {
+            migrations::run_pending(&rig.db.url, migrations::OUTSTANDING_INDEX).await.unwrap();
+        }
+        assert_eq!(keys(&admin, search.clone()).await, ["half"]);
+    }
+    let entry = seen(&admin, "half").await;
+    assert_eq!((entry.state, entry.status, entry.acted), (State::Released, Some(502), true));
+    let steps = admin.steps(&entry).await.unwrap().unwrap();
+    assert_eq!(steps.iter().map(|step| step.name.as_str()).collect::<Vec<_>>(), ["effect"]);
+    assert!(steps[0].result_size.unwrap() > 0 && steps[0].done_at >= entry.created_at);
+    // Those of an operation that is over are not those of the next.
+    rig.db.run("UPDATE idempotency_keys SET seed = sha256('another')").await;
+    assert_eq!(admin.steps(&entry).await.unwrap(), Some(vec![]));
+    // Who may not read them is told so.
+    let role = rig.db.service_role().await;
+    assert_eq!(Admin::postgres(pool(&role.url, 1)).steps(&entry).await.unwrap(), None);
 }
 
 #[actix_web::test]

@@ -300,7 +300,23 @@ async fn a_search_finds_by_everything_that_a_key_has() {
     assert_eq!(found("tenant=acme&principal=alice").await, ["k1"]);
     assert_eq!(found("resource=POST+%2Frefunds").await, ["k4"]);
     assert_eq!(found("domain=http&tenant=acme").await, ["k1", "k2"]);
-    assert!(found("domain=once").await.is_empty() && found("outstanding=on").await.is_empty());
+    assert_eq!(found("state=completed").await.len(), 4);
+    rig.db.lapse("k3").await;
+    rig.db
+        .run("UPDATE idempotency_keys SET created_at = '2026-01-31 08:00Z', expires_at = NULL WHERE key = 'k1'")
+        .await;
+    assert_eq!(found("state=lapsed").await, ["k3"]);
+    assert_eq!(found("state=lapsed&outstanding=on").await, ["k3"]);
+    assert!(found("state=outstanding").await.is_empty());
+    assert_eq!(found("status=2xx&principal=bob").await, ["k2", "k4"]);
+    assert!(found("status=400-599").await.is_empty());
+    assert_eq!(found("to=2026-01-31T08:01").await, ["k1"]);
+    assert!(found("to=2026-01-31T08:00").await.is_empty());
+    assert_eq!(found("from=2026-01-31T08:00&to=2026-02-01T00:00:00").await, ["k1"]);
+    assert_eq!(found("from=2026-01-31T08:00:01").await, ["k2", "k3", "k4"]);
+    rig.db.age("k2", "2 days").await;
+    assert_eq!(found("state=expired").await, ["k2"]);
+    assert!(found("domain=once").await.is_empty() && found("outstanding=on&domain=token").await.is_empty());
     let id = operator.id("k1").await;
     assert_eq!(found(&format!("id={}", &id[..12])).await, ["k1"]);
     assert_eq!(found(&format!("id={}", id.to_uppercase())).await, ["k1"]);
@@ -351,6 +367,20 @@ async fn one_key_tells_its_life_and_its_twin_the_same() {
         json!([released["state"], released["attempt"], released["status"], released["answer"], released["actions"]]),
         json!(["released", 1, 503, null, []])
     );
+    assert_eq!(released["steps"], json!([]));
+    rig.db
+        .run(
+            "INSERT INTO idempotency_steps SELECT id, seed, step, '\"1\"', now() - interval '1 minute' * place \
+             FROM idempotency_keys, unnest(ARRAY['mail', 'charge']) WITH ORDINALITY AS t (step, place)",
+        )
+        .await;
+    let half = life().await;
+    let names: Vec<_> = half["steps"].as_array().unwrap().iter().map(|step| step["name"].as_str().unwrap()).collect();
+    assert_eq!((names, &half["steps"][0]["result_size"]), (vec!["charge", "mail"], &json!(3)));
+    let page = operator.page(&format!("key?id={id}")).await.text();
+    for told in ["Steps that are done", "charge", "mail", "2 min ago", "<dt>last status</dt><dd>503</dd>"] {
+        assert!(page.contains(told), "{told}: {page}");
+    }
     assert_eq!(flaky().answer().await.status, 201);
     let completed = life().await;
     assert_eq!(
@@ -516,6 +546,11 @@ async fn what_cannot_be_read_is_refused_without_a_word_of_sql() {
         ("search.json?after=zz", 400),
         ("search?after=00", 400),
         ("search?left=-1", 400),
+        ("search?state=asleep", 400),
+        ("search?status=teapot", 400),
+        ("search?status=5xx-", 400),
+        ("search?from=yesterday", 400),
+        ("search.json?to=2026-02-30T99:00", 400),
         ("search?key=a&key=b", 400),
         ("search?key=%27%3B+DROP+TABLE+idempotency_keys%3B--", 200),
         ("search?key=%ff&tenant=%0a%0d", 200),
@@ -581,6 +616,48 @@ async fn hostile_names_are_text() {
     let link = page.split("href=\"erase?").nth(1).unwrap().split('"').next().unwrap().replace("&amp;", "&");
     let form = operator.question(&format!("erase?{link}")).await;
     assert_eq!((form["principal"].as_str(), form["tenant"].as_str()), (user, tenant));
+}
+
+/// A name that looks like another one, or turns what stands around it, shows what it is made of.
+#[actix_web::test]
+async fn what_cannot_be_seen_in_a_name_is_named() {
+    let (rig, operator) = open_rig(of_somebody()).await;
+    let ask = rig.post("/orders").key("k").header("x-user", "alice").header("x-tenant", "acme");
+    assert_eq!(ask.json(&order("x")).answer().await.status, 201);
+    rig.db
+        .run(
+            "UPDATE idempotency_keys SET key = E'key\\u202e1', resource = E'res\\u200bource', principal = E'al\\u2066ice', \
+             tenant = E'ac\\ufeffme', request_id = E'req\\u061c7', header_names = '{content-type}', \
+             header_values = ARRAY[convert_to(E'text\\u200dplain', 'UTF8')]; \
+             INSERT INTO idempotency_steps SELECT id, seed, E'char\\u00adge', '1', now() FROM idempotency_keys",
+        )
+        .await;
+    let twin = operator.json("search.json").await["keys"][0].clone();
+    assert_eq!((&twin["key"], &twin["principal"]), (&json!("key\u{202e}1"), &json!("al\u{2066}ice")));
+    let id = twin["id"].as_str().unwrap();
+    let whose = serde_urlencoded::to_string([("principal", "al\u{2066}ice"), ("tenant", "ac\u{feff}me")]).unwrap();
+    let names = ["key⟨U+202E⟩1", "res⟨U+200B⟩ource", "al⟨U+2066⟩ice", "ac⟨U+FEFF⟩me"];
+    let more = ["req⟨U+061C⟩7", "text⟨U+200D⟩plain", "char⟨U+00AD⟩ge", "<title>Key key⟨U+202E⟩1"];
+    for (page, more) in [
+        (format!("key?id={id}"), &more[..]),
+        (format!("expire?id={id}"), &[]),
+        ("search".into(), &[]),
+        (format!("search?{whose}"), &[]),
+        (format!("erase?{whose}"), &[]),
+    ] {
+        let text = operator.page(&page).await.text();
+        for name in names.iter().chain(more) {
+            assert!(text.contains(name), "{page}: {name}: {text}");
+        }
+        // What a form sends on is as it is; it is not what is read.
+        let read: String =
+            text.split(" value=\"").map(|part| part.split_once('"').map_or(part, |(_, rest)| rest)).collect();
+        let hidden: Vec<char> = read
+            .chars()
+            .filter(|letter| "\u{202e}\u{200b}\u{2066}\u{feff}\u{61c}\u{200d}\u{ad}".contains(*letter))
+            .collect();
+        assert!(hidden.is_empty(), "{page}: {hidden:?}");
+    }
 }
 
 // --- where it is ----------------------------------------------------------------------------------------------

@@ -61,5 +61,6 @@ mod steps;
 mod support;
 mod tls;
 mod transition;
+mod unfinished;
 mod version;
 mod watch;
