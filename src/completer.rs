@@ -10,7 +10,8 @@
 //! Those of its resource that have not expired and have had fewer attempts than [`max_attempts`](Completer::max_attempts):
 //!
 //! - outstanding ones whose lease is over: their attempt has died;
-//! - released ones with [steps](crate::IdemKey::step), whatever the last attempt has answered;
+//! - released ones with [steps](crate::IdemKey::step), whatever the last attempt has answered, unless its handler has
+//!   [said](crate::IdemKey::release) that nothing was done;
 //! - released ones without steps whose attempts have [derived](crate::IdemKey::derive) a key, have begun a step or were sure
 //!   of a success that was not committed, if the last one has ended by a failure (500 and more, a panic, an end without an
 //!   answer) or by a COMMIT that was refused (409). A handler that has derived a key and then answers 402 has decided: its
