@@ -6,8 +6,9 @@
 //! brought to an end, is evidence: somebody may have been charged for nothing. It is as expired as any other, and the next
 //! request with it a first one, but its row and its steps stay for [`DEFAULT_UNFINISHED`] longer, for
 //! [`Admin`](crate::Admin) and the [`Inspector`](crate::Inspector) to be found by; the gauge `idempotency_unfinished` counts
-//! them. Each that is deleted after that is the event `abandoned`. What is half-done is a key with steps, and one without
-//! them whose attempts have [derived](crate::IdemKey::derive) a key or were sure of a success that was not committed, if the
+//! them. Each that is deleted after that is the event `abandoned`. What is half-done is a key with steps (unless its
+//! handler has [said](crate::IdemKey::release) that nothing was done, or somebody has
+//! [released](crate::Admin::release) it by hand), and one without them whose attempts have [derived](crate::IdemKey::derive) a key or were sure of a success that was not committed, if the
 //! last attempt has ended by a failure (500 and more, a panic) or a refused COMMIT (409). A
 //! [`Completer`](crate::Completer) takes them over while they have not expired.
 //!
