@@ -181,9 +181,8 @@ impl Atomic {
             .commit_after(&self.policy, async |tx| {
                 let columns = Columns::of(&self.ask);
                 let new = columns.new_claim(&self.ask, &self.owner, &self.seed, &self.policy);
-                let stored = self.policy.stored(snapshot);
-                let parts = Parts::of(&stored);
-                let answer = parts.answer(&stored);
+                let parts = Parts::of(&snapshot);
+                let answer = parts.answer(&snapshot);
                 let marked = Some((tx.session(), tx.mark()));
                 Ok(transactions::finish(tx.conn(), &new, &answer, marked, self.seen.as_ref()).await?)
             })

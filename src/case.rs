@@ -64,6 +64,7 @@ impl Case {
             Told::QuotaExceeded => {
                 return self.refusal(Refusal::new(Code::QuotaExceeded).retry_after(self.policy.retry_after));
             }
+            Told::Held => Code::Held,
             Told::AlreadyCompleted => Code::AlreadyCompleted,
             Told::TokenUsed => Code::TokenUsed,
             Told::TokenExpired => Code::TokenExpired,

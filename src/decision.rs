@@ -17,6 +17,8 @@ pub(crate) enum Decision {
     /// The request cannot be compared with the one that was answered: the recipe has changed.
     ReplayUncompared,
     Outstanding,
+    /// Nobody runs it, and nobody is to run it yet.
+    Held,
     KeyReused,
     NewerVersion,
     TakeOver(How),
@@ -53,13 +55,18 @@ impl How {
     }
 }
 
+/// Whether a newer version of this crate has written it.
+pub(crate) fn is_newer(row: &Row) -> bool {
+    row.recipe_version > RECIPE_VERSION || row.snapshot_version.is_some_and(|version| version > SNAPSHOT_VERSION)
+}
+
 /// The table: row by request. What cannot be compared is never taken for the same request, unless
 /// there is an answer to give.
 pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8], on_completed: OnCompleted) -> Decision {
     if row.expired {
         return Decision::TakeOver(How::Expired);
     }
-    if row.recipe_version > RECIPE_VERSION || row.snapshot_version.is_some_and(|version| version > SNAPSHOT_VERSION) {
+    if is_newer(row) {
         return Decision::NewerVersion;
     }
     let comparable = fingerprint.by(&row.recipe).filter(|_| row.recipe_version == RECIPE_VERSION);
@@ -72,6 +79,7 @@ pub(crate) fn decide(row: &Row, fingerprint: &Fingerprint, owner: &[u8], on_comp
         "completed" if !comparable => Decision::ReplayUncompared,
         "outstanding" if row.owner == owner => Decision::Mine,
         "outstanding" if same && row.lease_left_ms <= 0 => Decision::TakeOver(How::Lapsed),
+        "outstanding" if (same || !comparable) && row.is_held() => Decision::Held,
         "outstanding" if same || !comparable => Decision::Outstanding,
         "released" if same => Decision::TakeOver(How::Retried),
         "released" if nothing_done => Decision::TakeOver(How::Corrected),

@@ -128,8 +128,8 @@ impl Lease {
     pub(crate) fn start(&mut self, failed: Return) {
         self.ending = match failed {
             Return::Release => Some(Ending::Release { status: None, acted: false }),
-            Return::HoldLease => None,
-            Return::HoldRetention => Some(Ending::Hold),
+            Return::HoldLease => Some(Ending::Hold { for_retention: false }),
+            Return::HoldRetention => Some(Ending::Hold { for_retention: true }),
         };
     }
 
@@ -144,11 +144,8 @@ impl Lease {
                 failpoint::reach("after-release");
                 ended
             }
-            Return::HoldLease => {
-                self.abandon();
-                Ended::Landed
-            }
-            Return::HoldRetention => self.end(Ending::Hold).await,
+            Return::HoldLease => self.end(Ending::Hold { for_retention: false }).await,
+            Return::HoldRetention => self.end(Ending::Hold { for_retention: true }).await,
         }
     }
 
@@ -184,7 +181,7 @@ impl Lease {
     /// A fenced write decides, not a read: a commit that is still on its way holds the row.
     async fn resolve(mut self, code: Code) -> Ended {
         let ending = match self.policy.without_answer() {
-            Return::HoldRetention => Ending::Hold,
+            Return::HoldRetention => Ending::Hold { for_retention: true },
             Return::HoldLease | Return::Release => Ending::Release { status: Some(code.status()), acted: true },
         };
         let ended = self.engine.end(self.id, self.owner, &ending, &self.policy).await;

@@ -32,9 +32,8 @@ use crate::{
     fingerprint::Fingerprint,
     form_token::submitted,
     idempotency::Idempotency,
-    lease::Ended,
-    policy::{OnFailure, Policy},
-    refusal::{self, Code, Refusal},
+    policy::Policy,
+    refusal::{Code, Refusal},
     scope::Scope,
     selection::Fields,
     settle::{Hold, settle_keyless},
@@ -276,7 +275,7 @@ where
 
     /// Your handler, and what becomes of its answer.
     async fn run(&self, (hold, key, slot): Held, request: ServiceRequest) -> ActixResult<Response<B>> {
-        let Case { policy, ask, span, .. } = &self.case;
+        let Case { policy, span, .. } = &self.case;
         failpoint::reach("after-claim");
         span.record("attempt", key.attempt());
         extract::mark(&request, Some(key.clone()), slot.clone());
@@ -298,18 +297,9 @@ where
             Err(_elapsed) => (Event::Aborted, Code::OutcomeUnknown),
         };
         // There is no answer: the handler's future is gone, and the request with it.
-        telemetry::event(event, &ask.id);
         drop(slot.close());
-        let refusal = Refusal::new(code).under(policy);
-        let ended = match policy.on_failure {
-            OnFailure::Store => hold.keep(None, refusal::snapshot(code, policy)).await,
-            _ => hold.give_back(code.status(), policy.without_answer()).await,
-        };
-        if ended == Ended::Lost {
-            return Err(InternalError::from_response(refusal, self.case.overtaken().await).into());
-        }
-        self.case.report(code.as_str());
-        Err(refusal.into())
+        let response = self.case.fail(hold, event, code).await;
+        Err(InternalError::from_response(Refusal::new(code), response).into())
     }
 }
 

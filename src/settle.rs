@@ -1,6 +1,9 @@
 //! What becomes of an answer: it is judged, captured, kept or not, and only then sent.
 
-use std::time::Instant;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    time::Instant,
+};
 
 use actix_web::{
     HttpResponse, ResponseError,
@@ -13,8 +16,8 @@ use crate::{
     case::Case,
     extract::{IdemKey, Slot, Used, Verdict},
     lease::{Ended, Lease},
-    policy::{OnCompleted, Policy, Return},
-    refusal::{Code, Refusal},
+    policy::{OnCompleted, OnFailure, Policy, Return},
+    refusal::{self, Code, Refusal},
     snapshot::{self, Buffered, ResponseSnapshot},
     telemetry::{self, Event},
     transaction::{Commit, Transaction},
@@ -135,16 +138,27 @@ impl Case {
     {
         snapshot::remove_markers(response.headers_mut(), &self.policy);
         let status = response.status();
-        let verdict = key.verdict(status, &self.policy);
+        // A closure of the policy's may panic, and the handler has run.
+        let Ok(verdict) = catch_unwind(AssertUnwindSafe(|| key.verdict(status, &self.policy))) else {
+            key.mark_acted();
+            drop(slot.close());
+            return self.fail(hold, Event::Panicked, Code::HandlerPanicked).await.map_into_right_body();
+        };
+        let is_transient = response.extensions().get::<Code>().is_some_and(|code| code.is_transient());
+        let verdict = match verdict {
+            // Whoever obeys it and tries again would be told the same for as long as it is kept.
+            Verdict::Keep | Verdict::KeepWithoutBody if is_transient => Verdict::Back(self.policy.without_answer()),
+            verdict => verdict,
+        };
         let used = slot.close();
         if let (Hold::Atomic(_), Used::Not(Some(_)), true) = (&hold, &used, status.as_u16() < 400) {
             telemetry::event(Event::AtomicWithoutTx, &self.ask.id);
         }
         match judge(status, verdict, used, key.completed(), self.policy.without_answer()) {
-            Course::Keep { transaction, body } => self.keep(hold, transaction, response, body).await,
+            Course::Keep { transaction, body } => self.keep(hold, key, transaction, response, body).await,
             Course::RollBackAndKeep { transaction, body } => {
                 self.roll_back(transaction).await;
-                self.keep(hold, None, response, body).await
+                self.keep(hold, key, None, response, body).await
             }
             Course::GiveBack { transaction, how, instead } => {
                 self.roll_back(transaction).await;
@@ -171,6 +185,7 @@ impl Case {
     async fn keep<B>(
         &self,
         hold: Hold,
+        key: &IdemKey,
         transaction: Option<Transaction>,
         response: HttpResponse<B>,
         with_body: bool,
@@ -199,7 +214,12 @@ impl Case {
             }
         };
         let snapshot = ResponseSnapshot::capture(status, head.headers(), stored, &self.policy);
-        match hold.keep(transaction, self.policy.stored(snapshot)).await {
+        let Ok(stored) = catch_unwind(AssertUnwindSafe(|| self.policy.stored(snapshot))) else {
+            key.mark_acted();
+            self.roll_back(transaction).await;
+            return self.fail(hold, Event::Panicked, Code::HandlerPanicked).await.map_into_right_body();
+        };
+        match hold.keep(transaction, stored).await {
             Ended::Landed | Ended::Later => {
                 self.report("fresh");
                 let mut response = head.set_body(sent);
@@ -210,6 +230,22 @@ impl Case {
             Ended::Refused(code) => self.refusal(code.into()).map_into_right_body(),
             Ended::Unknown => self.refusal(Code::OutcomeUnknown.into()).map_into_right_body(),
         }
+    }
+
+    /// There is no answer of the handler's, and the policy says what becomes of the key.
+    pub(crate) async fn fail(&self, hold: Hold, event: Event, code: Code) -> HttpResponse<BoxBody> {
+        telemetry::event(event, &self.ask.id);
+        let ended = match self.policy.on_failure {
+            OnFailure::Store if !code.is_transient() => {
+                hold.keep(None, refusal::snapshot(code, &self.policy)).await
+            }
+            _ => hold.give_back(code.status(), self.policy.without_answer()).await,
+        };
+        if ended == Ended::Lost {
+            return self.overtaken().await;
+        }
+        self.report(code.as_str());
+        Refusal::new(code).under(&self.policy).error_response()
     }
 
     async fn give_back<B>(

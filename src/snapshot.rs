@@ -263,7 +263,7 @@ where
     match size {
         BodySize::None => return Buffered::Empty(body),
         BodySize::Sized(length) if length > limit as u64 => return Buffered::Untouched(body),
-        BodySize::Stream if is_event_stream(headers) => return Buffered::Untouched(body),
+        BodySize::Stream if is_event_stream(headers, policy) => return Buffered::Untouched(body),
         _ => {}
     }
     let deadline = Instant::now() + policy.stream_timeout;
@@ -289,11 +289,21 @@ where
     Buffered::Streaming(BoxBody::new(PrefixAndRest { prefix: read, rest, size }))
 }
 
+/// Media types of which each part is meant to be read as soon as it is there.
+const EVENT_STREAMS: &[&str] = &[
+    "text/event-stream",
+    "application/x-ndjson",
+    "application/jsonl",
+    "application/json-seq",
+    "multipart/x-mixed-replace",
+];
+
 /// The first byte of an event stream must not wait for a deadline.
-fn is_event_stream(headers: &HeaderMap) -> bool {
-    headers
-        .get(header::CONTENT_TYPE)
-        .is_some_and(|value| value.as_bytes().to_ascii_lowercase().starts_with(b"text/event-stream"))
+fn is_event_stream(headers: &HeaderMap, policy: &Policy) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    let mut named = EVENT_STREAMS.iter().copied().chain(policy.event_streams.iter().map(String::as_str));
+    named.any(|event_stream| event_stream.eq_ignore_ascii_case(media_type))
 }
 
 fn joined(mut chunks: VecDeque<Bytes>) -> Bytes {

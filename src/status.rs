@@ -10,11 +10,12 @@ use actix_web::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    decision::is_newer,
     engine::Engine,
     error::Error,
     idempotency::Idempotency,
     key::IdempotencyKey,
-    policy::Policy,
+    policy::{OnCompleted, Policy},
     postgres::row::Row,
     refusal::{Code, Refusal},
     scope::{KeyId, Scope},
@@ -79,6 +80,8 @@ impl Status {
             let id = scope.id(&source.tag(), &key);
             match fate(engine, policy, &id).await.map_err(|error| failed(&error))? {
                 Fate::Outstanding => return Ok(outstanding(policy)),
+                Fate::Held => return Ok(held()),
+                Fate::Newer => return Err(Code::NewerVersion.into()),
                 Fate::Completed(row) => return completed(request, policy, *row, wants_answer),
                 Fate::Nothing => {}
             }
@@ -90,7 +93,11 @@ impl Status {
 /// What has become of a key.
 enum Fate {
     Outstanding,
+    /// Nobody runs it, and nobody may yet.
+    Held,
     Completed(Box<Row>),
+    /// A newer version of this crate has written it.
+    Newer,
     /// It is unknown, has expired, or was released: nothing was done.
     Nothing,
 }
@@ -99,6 +106,8 @@ impl Fate {
     fn of(row: Row) -> Self {
         match row.state.as_str() {
             _ if row.expired => Self::Nothing,
+            _ if is_newer(&row) => Self::Newer,
+            _ if row.is_held() => Self::Held,
             "outstanding" => Self::Outstanding,
             "completed" => Self::Completed(Box::new(row)),
             _ => Self::Nothing,
@@ -128,13 +137,25 @@ fn outstanding(policy: &Policy) -> HttpResponse {
         .json(Told { state: "outstanding", status: None, headers: Vec::new() })
 }
 
+fn held() -> HttpResponse {
+    HttpResponse::Accepted()
+        .insert_header((header::CACHE_CONTROL, "no-store"))
+        .json(Told { state: "held", status: None, headers: Vec::new() })
+}
+
 fn completed(request: &HttpRequest, policy: &Policy, row: Row, wants_answer: bool) -> Result<HttpResponse, Refusal> {
     if policy.may_replay.as_ref().is_some_and(|may| !(may.closure)(request)) {
         return Err(Code::ReplayForbidden.into());
     }
     let Stored { snapshot, .. } = Stored::of(row).map_err(|error| failed(&error))?;
+    if wants_answer && policy.on_completed == OnCompleted::Reject {
+        return Err(Code::AlreadyCompleted.into());
+    }
     if wants_answer {
-        return Ok(snapshot.replay(policy));
+        let mut response = snapshot.replay(policy);
+        // As stored it was the answer to a POST, which nobody keeps by the address; this one is to a GET.
+        response.headers_mut().insert(header::CACHE_CONTROL, header::HeaderValue::from_static("no-store"));
+        return Ok(response);
     }
     let headers = snapshot.headers();
     let headers = headers.map(|(name, value)| (name.as_str(), String::from_utf8_lossy(value.as_bytes()).into_owned()));

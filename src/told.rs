@@ -23,6 +23,8 @@ pub(crate) enum Told {
     QuotaExceeded,
     /// Somebody runs it.
     Outstanding(Ahead),
+    /// Nobody runs it, and nobody may yet.
+    Held,
     /// The key was used for something else, by the request of this id.
     KeyReused { first_request: Option<String> },
     /// The form was sent already, and its answer is not for this request.
@@ -58,6 +60,7 @@ impl Told {
                 telemetry::event(Event::RecipeChanged, &ask.id);
                 Self::Replay(stored)
             }
+            Decision::Held => Self::Held,
             Decision::KeyReused => Self::KeyReused { first_request: row.request_id },
             Decision::NewerVersion => Self::NewerVersion,
             Decision::Outstanding | Decision::Mine | Decision::TakeOver(_) => {

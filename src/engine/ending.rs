@@ -37,8 +37,8 @@ pub(crate) enum Ending {
         status: Option<StatusCode>,
         acted: bool,
     },
-    /// Nobody is to try again for the retention of the key.
-    Hold,
+    /// Nobody is to try again: for the retention of the key, or until the lease ends.
+    Hold { for_retention: bool },
 }
 
 impl Engine {
@@ -63,7 +63,9 @@ impl Engine {
                 let answer = parts.answer(snapshot);
                 ending::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
-            Ending::Hold => ending::hold(&mut conn, &id.0, &owner, patience).await?,
+            Ending::Hold { for_retention } => {
+                ending::hold(&mut conn, &id.0, &owner, *for_retention, patience).await?
+            }
             Ending::Release { status, acted } => {
                 ending::release(&mut conn, &id.0, &owner, status.map(stored), *acted, patience).await?
             }
@@ -122,7 +124,7 @@ impl Engine {
                 }
             }
             match &ending {
-                Ending::Release { .. } | Ending::Hold if Instant::now() >= lapses => return,
+                Ending::Release { .. } | Ending::Hold { .. } if Instant::now() >= lapses => return,
                 Ending::Complete(snapshot) if refusals == REFUSALS && snapshot.body().is_some() => {
                     ending = Ending::Complete(snapshot.without_body());
                     refusals = 0;
@@ -137,7 +139,9 @@ impl Engine {
     /// An earlier try may have landed and only its acknowledgement been lost.
     async fn is_settled(&self, id: KeyId, owner: Owner, policy: &Policy) -> bool {
         let row = self.look(&id, policy).await;
-        row.is_ok_and(|row| row.is_some_and(|row| row.owner == owner && row.state != "outstanding"))
+        row.is_ok_and(|row| {
+            row.is_some_and(|row| row.is_held() || row.owner == owner && row.state != "outstanding")
+        })
     }
 
     /// Whether a request runs the key in a transaction of its own, here or elsewhere.

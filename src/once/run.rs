@@ -154,7 +154,7 @@ impl Run {
         }
         let stored = match key.said().unwrap_or(Verdict::Keep) {
             Verdict::Keep => self.policy.stored(snapshot(&value).fit_for(&self.policy)),
-            Verdict::KeepWithoutBody => snapshot(&value).without_body(),
+            Verdict::KeepWithoutBody => self.policy.stored(snapshot(&value).fit_for(&self.policy).without_body()),
             Verdict::Back(how) => {
                 let ended = lease.give_back(StatusCode::OK, how).await;
                 return Ok((ended != Ended::Lost).then_some(value));
@@ -233,6 +233,7 @@ impl Run {
                 telemetry::joined(Event::KeyReused, &self.ask.id, first_request.as_deref());
                 Code::KeyReused
             }
+            Told::Held => Code::Held,
             Told::AlreadyCompleted => Code::AlreadyCompleted,
             Told::NewerVersion => Code::NewerVersion,
             Told::Draining => Code::ShuttingDown,

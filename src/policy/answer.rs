@@ -84,7 +84,8 @@ impl Policy {
     }
 
     /// How long the body of an answer may take to be produced before it is passed on as a stream and
-    /// counts as omitted. Event streams are passed on at once. Default: [`DEFAULT_STREAM_TIMEOUT`].
+    /// counts as omitted. [Event streams](Self::event_stream) are passed on at once. Default:
+    /// [`DEFAULT_STREAM_TIMEOUT`].
     ///
     /// # Panics
     ///
@@ -94,6 +95,23 @@ impl Policy {
     pub fn stream_timeout(mut self, timeout: Duration) -> Self {
         in_range("stream_timeout", timeout, Duration::from_millis(1));
         self.stream_timeout = timeout;
+        self
+    }
+
+    /// Another media type whose streams are passed on at once, body omitted from what is kept: each part of them is meant
+    /// to be read as soon as it is there. Parameters do not count. Always: `text/event-stream`, `application/x-ndjson`,
+    /// `application/jsonl`, `application/json-seq`, `multipart/x-mixed-replace`.
+    ///
+    /// # Panics
+    ///
+    /// For what is no media type.
+    #[track_caller]
+    #[must_use]
+    pub fn event_stream(mut self, media_type: &str) -> Self {
+        match media_type.parse::<mime::Mime>() {
+            Ok(parsed) => self.event_streams.push(parsed.essence_str().to_owned()),
+            Err(_) => panic!("Policy::event_stream: {media_type:?} is no media type"),
+        }
         self
     }
 

@@ -7,7 +7,7 @@ use diesel::{
 };
 use diesel_async::RunQueryDsl;
 
-use super::{AsyncPgConnection, statement};
+use super::{AsyncPgConnection, row::NOBODY, statement};
 
 /// What a completion stores.
 #[derive(Clone, Copy)]
@@ -86,22 +86,26 @@ pub(crate) async fn release(
 }
 
 statement! {
-    struct Hold { lock_timeout_ms: i64, id: [u8], owner: [u8] }
+    /// Nobody owns it from now on, which is how it is known.
+    struct Hold { lock_timeout_ms: i64, id: [u8], owner: [u8], nobody: [u8], for_retention: bool }
     [
         "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
-         UPDATE idempotency_keys SET leased_until = \
-         coalesce(clock_timestamp() + (expires_at - created_at), 'infinity'::timestamptz) \
+         UPDATE idempotency_keys SET owner = ", (nobody: Binary), ", leased_until = CASE WHEN ", (for_retention: Bool),
+        " THEN coalesce(clock_timestamp() + (expires_at - created_at), 'infinity'::timestamptz) ELSE leased_until END \
          FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
         " AND state = 'outstanding'",
     ]
 }
 
-/// Whether the key now stays outstanding for its retention; `false`: the lease was lost.
+/// Whether the key now stays outstanding, run by nobody, for its retention or until its lease ends; `false`: the lease was
+/// lost.
 pub(crate) async fn hold(
     conn: &mut AsyncPgConnection,
     id: &[u8],
     owner: &[u8],
+    for_retention: bool,
     lock_timeout_ms: i64,
 ) -> QueryResult<bool> {
-    Ok(Hold { lock_timeout_ms: &lock_timeout_ms, id, owner }.execute(conn).await? == 1)
+    let hold = Hold { lock_timeout_ms: &lock_timeout_ms, id, owner, nobody: &NOBODY, for_retention: &for_retention };
+    Ok(hold.execute(conn).await? == 1)
 }

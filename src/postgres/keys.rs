@@ -13,7 +13,7 @@ use diesel_async::RunQueryDsl;
 
 use super::{
     AsyncPgConnection,
-    row::{ROW_COLUMNS, Row, RowColumns},
+    row::{NOBODY, ROW_COLUMNS, Row, RowColumns},
     statement,
 };
 
@@ -281,12 +281,13 @@ pub(crate) async fn is_held_by(conn: &mut AsyncPgConnection, lock: i64, backend:
 
 statement! {
     /// The locks are read once for all, and only where one of the keys has no row that tells.
-    struct Settled { ids: &'a [&'a [u8]], locks: &'a [Option<i64>] }
+    struct Settled { ids: &'a [&'a [u8]], locks: &'a [Option<i64>], nobody: [u8] }
     returns Binary;
     [
         "SELECT waited.id FROM unnest(", (ids: Array<Binary>), ", ", (locks: Array<Nullable<BigInt>>),
         ") AS waited (id, lock) LEFT JOIN idempotency_keys AS k ON k.id = waited.id \
-         WHERE k.state = 'completed' OR (k.id IS NULL OR k.state <> 'outstanding' OR k.leased_until <= clock_timestamp()) \
+         WHERE k.state = 'completed' OR k.owner = ", (nobody: Binary), " OR (k.id IS NULL OR k.state <> 'outstanding' \
+         OR k.leased_until <= clock_timestamp()) \
          AND (waited.lock IS NULL OR waited.lock NOT IN (", HELD, "))",
     ]
 }
@@ -298,7 +299,7 @@ pub(crate) async fn settled(
     ids: &[&[u8]],
     locks: &[Option<i64>],
 ) -> QueryResult<Vec<Vec<u8>>> {
-    Settled { ids: &ids, locks: &locks }.load(conn).await
+    Settled { ids: &ids, locks: &locks, nobody: &NOBODY }.load(conn).await
 }
 
 statement! {

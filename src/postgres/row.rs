@@ -34,6 +34,16 @@ pub(crate) struct Row {
     pub(crate) request_id: Option<String>,
 }
 
+/// Owns the rows of keys that are held: nobody does. Whoever claims one has an owner of its own again.
+pub(crate) const NOBODY: [u8; 16] = *b"held, by nobody.";
+
+impl Row {
+    /// Outstanding, and nobody runs it.
+    pub(crate) fn is_held(&self) -> bool {
+        self.state == "outstanding" && self.owner == NOBODY
+    }
+}
+
 /// The columns of a [`Row`], with the database's time behind them: what follows from times is cheaper to
 /// compute here than in a statement.
 pub(crate) type RowColumns = (

@@ -40,6 +40,8 @@ pub enum Code {
     BodyTimeout,
     /// 409: the first request still runs.
     Outstanding,
+    /// 409: an attempt has ended without an answer, and the key is held: nobody runs it, and nobody may yet.
+    Held,
     /// 409: this attempt was overtaken by another.
     LeaseLost,
     /// 409: the transaction lost against another one.
@@ -119,6 +121,64 @@ impl Code {
         self.row().1
     }
 
+    /// Whether it depends on the moment: the same request may be answered otherwise soon, so that it is never kept for
+    /// retries, whatever the policy keeps.
+    #[must_use]
+    pub fn is_transient(self) -> bool {
+        use Code as C;
+        match self {
+            C::BodyTruncated
+            | C::BodyTimeout
+            | C::PrincipalMissing
+            | C::ReplayForbidden
+            | C::Outstanding
+            | C::Held
+            | C::LeaseLost
+            | C::Serialization
+            | C::QuotaExceeded
+            | C::BodyFailed
+            | C::TransactionAborted
+            | C::StoreUnavailable
+            | C::Busy
+            | C::ShuttingDown
+            | C::NewerVersion
+            | C::OutcomeUnknown => true,
+            C::KeyMissing
+            | C::KeyInvalid
+            | C::TokenMissing
+            | C::TokenInvalid
+            | C::TokenUnknown
+            | C::TokenForged
+            | C::TokenOfOtherAction
+            | C::TokenOfOtherPrincipal
+            | C::TokenExpired
+            | C::TokenUsed
+            | C::KeyUnknown
+            | C::ConstraintViolated
+            | C::AlreadyCompleted
+            | C::IfMatchInvalid
+            | C::MessageIdInvalid
+            | C::NotFound
+            | C::Stale
+            | C::VersionOverflow
+            | C::NotEnough
+            | C::Elsewhere
+            | C::MoveNotAllowed
+            | C::Duplicate
+            | C::IfMatchFailed
+            | C::BodyTooLarge
+            | C::KeyReused
+            | C::MessageIdReused
+            | C::AmountInvalid
+            | C::IfMatchMissing
+            | C::HandlerPanicked
+            | C::TransactionMisused
+            | C::Misconfigured
+            | C::QueryFailed
+            | C::StateUnknown => false,
+        }
+    }
+
     pub(super) fn title(self) -> &'static str {
         self.row().2
     }
@@ -164,6 +224,9 @@ impl Code {
                 "Nothing was done; retry with the same key."),
             Self::Outstanding => ("outstanding", S::CONFLICT, "A request is outstanding for this Idempotency-Key",
                 "The first request with this key still runs. Retry with the same key to get its answer."),
+            Self::Held => ("held", S::CONFLICT, "The outcome for this Idempotency-Key is not known",
+                "The first request with this key has ended without an answer, and nobody runs it now. The service has to \
+                 look into it; asking again soon tells nothing new."),
             Self::LeaseLost => ("lease-lost", S::CONFLICT, "Another attempt has taken over this Idempotency-Key",
                 "This attempt took longer than its lease. Retry with the same key to get the answer of the other one."),
             Self::Serialization => ("serialization", S::CONFLICT, "Another transaction was first",

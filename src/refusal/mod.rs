@@ -191,7 +191,12 @@ impl std::error::Error for Refusal {}
 
 /// A refusal that is kept: what was done must not be done again.
 pub(crate) fn snapshot(code: Code, policy: &Policy) -> ResponseSnapshot {
-    let refusal = Refusal::new(code).under(policy);
+    let refusal = Refusal::new(code);
+    let refusal = match code {
+        Code::HandlerPanicked => refusal.detailed("The request failed, and that is its answer."),
+        _ => refusal,
+    };
+    let refusal = refusal.under(policy);
     let (content_type, body) = refusal.body();
     let snapshot = ResponseSnapshot::new(refusal.status_code()).with_body(body);
     let headers = refusal.headers().chain([(header::CONTENT_TYPE, content_type)]);
@@ -228,6 +233,8 @@ impl ResponseError for Refusal {
         if let Some(etag) = &self.etag {
             response.insert_header(etag.clone());
         }
+        // For whoever decides what of it is kept.
+        response.extensions_mut().insert(self.code);
         let (content_type, body) = self.body();
         response.insert_header((header::CONTENT_TYPE, content_type)).body(body)
     }

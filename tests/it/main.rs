@@ -33,6 +33,7 @@ mod inspector_actions;
 mod inspector_browser;
 mod integration;
 mod interrupted;
+mod keeping;
 mod keys;
 mod looks;
 mod lost_race;

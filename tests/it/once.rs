@@ -240,7 +240,7 @@ async fn what_becomes_of_a_failed_key_is_for_the_policy_and_the_work_to_say() {
         .await
     };
     assert!(matches!(failing(&desk.once, "held", false).await, Err(OnceError::Failed("no"))));
-    assert!(matches!(failing(&desk.once, "held", false).await, Ok(Outcome::Outstanding(_))));
+    assert_eq!(refused(failing(&desk.once, "held", false).await), Code::Held);
     assert!(matches!(failing(&desk.once, "back", true).await, Err(OnceError::Failed("no"))));
     assert!(matches!(failing(&desk.once, "back", true).await, Err(OnceError::Failed("no"))));
 

@@ -49,6 +49,26 @@ fn assert_unknown(answer: &Answer) {
     assert_eq!((answer.status.as_u16(), answer.code().as_str()), (404, "key-unknown"));
 }
 
+/// The stored answer, which nobody keeps by the address that it was asked for at.
+#[track_caller]
+fn assert_told(first: &Answer, mut told: Answer) {
+    assert_eq!(told.header("cache-control"), Some("no-store"));
+    told.headers.remove("cache-control");
+    first.assert_replayed_by(&told);
+}
+
+#[actix_web::test]
+async fn what_a_newer_version_has_written_is_told_by_it() {
+    let rig = rig(Policy::new().anonymous()).await;
+    assert_eq!(rig.post("/orders").key("x").answer().await.status, 201);
+    rig.db.run("UPDATE idempotency_keys SET snapshot_version = 999").await;
+    for query in ["", "?answer=true"] {
+        let answer = rig.get(&format!("/orders/keys/x{query}")).answer().await;
+        assert_eq!((answer.status.as_u16(), answer.code().as_str()), (503, "newer-version"));
+        assert!(answer.retry_after().is_some());
+    }
+}
+
 #[actix_web::test]
 async fn whoever_sent_a_key_can_ask_what_has_become_of_it() {
     for policy in [Policy::new(), Policy::new().atomic()] {
@@ -76,7 +96,7 @@ async fn whoever_sent_a_key_can_ask_what_has_become_of_it() {
         let headers = told["headers"].as_array().unwrap();
         assert!(headers.contains(&json!(["location", first.header("location").unwrap()])), "{headers:?}");
         assert!(told.get("body").is_none());
-        first.assert_replayed_by(&ask("a", "?answer=true").await);
+        assert_told(&first, ask("a", "?answer=true").await);
 
         // Of another's key there is nothing to be learned.
         for query in ["", "?answer=true"] {
@@ -101,14 +121,16 @@ async fn whoever_sent_a_key_can_ask_what_has_become_of_it() {
 }
 
 #[actix_web::test]
-async fn a_key_that_was_given_back_is_unknown_and_one_that_is_held_is_outstanding() {
+async fn a_key_that_was_given_back_is_unknown_and_one_that_is_held_is_told_as_such() {
     let rig = rig(Policy::new().anonymous()).await;
     assert_eq!(rig.post("/orders").key("x").header("x-fail", "1").answer().await.status, 409);
     assert_unknown(&rig.get("/orders/keys/x").answer().await);
 
     let holding = rig.twin_serving(Policy::new().anonymous().on_failure(OnFailure::HoldRetention), routes);
     assert_eq!(holding.post("/orders").key("y").header("x-fail", "1").answer().await.status, 409);
-    assert_eq!(rig.get("/orders/keys/y").answer().await.status, 202);
+    let held = rig.get("/orders/keys/y").answer().await;
+    assert_eq!((held.status.as_u16(), held.json()["state"].as_str()), (202, Some("held")));
+    assert_eq!(held.retry_after(), None);
 }
 
 #[actix_web::test]
@@ -165,7 +187,7 @@ async fn the_status_asks_the_same_of_the_caller_as_a_replay() {
         assert_eq!(ask().answer().await.code(), "replay-forbidden");
         assert_eq!(ask().header("x-role", "1").answer().await.status, if query.is_empty() { 200 } else { 201 });
     }
-    first.assert_replayed_by(&rig.get("/orders/keys/x?answer=true").user("a").header("x-role", "1").answer().await);
+    assert_told(&first, rig.get("/orders/keys/x?answer=true").user("a").header("x-role", "1").answer().await);
 }
 
 #[actix_web::test]
