@@ -236,9 +236,7 @@ impl Case {
     pub(crate) async fn fail(&self, hold: Hold, event: Event, code: Code) -> HttpResponse<BoxBody> {
         telemetry::event(event, &self.ask.id);
         let ended = match self.policy.on_failure {
-            OnFailure::Store if !code.is_transient() => {
-                hold.keep(None, refusal::snapshot(code, &self.policy)).await
-            }
+            OnFailure::Store if !code.is_transient() => hold.keep(None, refusal::snapshot(code, &self.policy)).await,
             _ => hold.give_back(code.status(), self.policy.without_answer()).await,
         };
         if ended == Ended::Lost {

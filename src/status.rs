@@ -138,9 +138,11 @@ fn outstanding(policy: &Policy) -> HttpResponse {
 }
 
 fn held() -> HttpResponse {
-    HttpResponse::Accepted()
-        .insert_header((header::CACHE_CONTROL, "no-store"))
-        .json(Told { state: "held", status: None, headers: Vec::new() })
+    HttpResponse::Accepted().insert_header((header::CACHE_CONTROL, "no-store")).json(Told {
+        state: "held",
+        status: None,
+        headers: Vec::new(),
+    })
 }
 
 fn completed(request: &HttpRequest, policy: &Policy, row: Row, wants_answer: bool) -> Result<HttpResponse, Refusal> {

@@ -1,25 +1,20 @@
 //! A transaction on a pooled connection, opened for a handler and ended by this crate.
 
-use std::{
-    collections::HashMap,
-    fmt,
-    sync::{Arc, Mutex, PoisonError, Weak},
-};
+use std::{fmt, sync::Arc};
 
 use diesel_async::{AsyncPgConnection, pooled_connection::PoolableConnection};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::{
     engine::{
         Engine,
+        berth::Berthed,
         ending::{millis, stored},
-        store::{Checkout, in_time},
+        store::in_time,
     },
     error::{Error, ErrorKind},
     failpoint,
     policy::Policy,
     postgres::{
-        PgPool,
         ending::Answer,
         transactions::{self, Session},
         witness::{self, Seen, SqlState},
@@ -29,54 +24,9 @@ use crate::{
     telemetry,
 };
 
-/// Those who may hold a connection for as long as a handler runs: all but one of the pool's, so that
-/// claims, and handlers that take a connection beside their transaction, find one; the only one of a
-/// pool of one.
-#[derive(Debug)]
-pub(crate) struct Holders {
-    permits: Arc<Semaphore>,
-    limit: Mutex<usize>,
-}
-
-impl Holders {
-    /// One for each pool, however many engines share it.
-    pub(crate) fn of(pool: &PgPool) -> Arc<Self> {
-        static ALL: Mutex<Option<HashMap<String, Weak<Holders>>>> = Mutex::new(None);
-        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = all.get_or_insert_default();
-        all.retain(|_, holders| holders.strong_count() > 0);
-        // What a pool prints is the address that its clones share. An engine that has the holders has
-        // the pool too, so that no other pool can get the address meanwhile.
-        let pool_id = format!("{pool:?}");
-        if let Some(holders) = all.get(&pool_id).and_then(Weak::upgrade) {
-            return holders;
-        }
-        let limit = (pool.config().max_size as usize).saturating_sub(1).max(1);
-        let holders = Arc::new(Self { permits: Arc::new(Semaphore::new(limit)), limit: Mutex::new(limit) });
-        all.insert(pool_id, Arc::downgrade(&holders));
-        holders
-    }
-
-    pub(crate) fn set_limit(&self, new: usize) {
-        let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
-        match new.checked_sub(*limit) {
-            Some(more) => self.permits.add_permits(more),
-            None => drop(self.permits.forget_permits(*limit - new)),
-        }
-        *limit = new;
-    }
-
-    async fn join(&self) -> Result<OwnedSemaphorePermit, Error> {
-        let permit = Arc::clone(&self.permits).acquire_owned().await;
-        permit.map_err(|error| Error::new(ErrorKind::Connection, "no transaction can be opened").because(error))
-    }
-}
-
 /// Open, one level deep when it begins, and marked, so that it is recognised.
 pub(crate) struct Transaction {
-    conn: Box<Checkout>,
-    /// Returned after the connection.
-    _permit: OwnedSemaphorePermit,
+    conn: Box<Berthed>,
     mark: String,
     session: Arc<Session>,
     /// `None` on a connection that nobody reads along.
@@ -95,7 +45,8 @@ impl Transaction {
             failpoint::reach("before-begin");
             transactions::begin(&mut conn, policy.isolation.sql(), idle, &mark).await?;
             let seen = witness::of(&mut conn);
-            Ok(Self { conn: Box::new(conn), _permit: permit, mark, session, seen })
+            let conn = Box::new(engine.berths.take(conn, permit, policy.idle_in_transaction).await?);
+            Ok(Self { conn, mark, session, seen })
         })
         .await
     }

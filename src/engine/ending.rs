@@ -38,7 +38,9 @@ pub(crate) enum Ending {
         acted: bool,
     },
     /// Nobody is to try again: for the retention of the key, or until the lease ends.
-    Hold { for_retention: bool },
+    Hold {
+        for_retention: bool,
+    },
 }
 
 impl Engine {
@@ -63,9 +65,7 @@ impl Engine {
                 let answer = parts.answer(snapshot);
                 ending::complete(&mut conn, &id.0, &owner, &answer, patience).await?
             }
-            Ending::Hold { for_retention } => {
-                ending::hold(&mut conn, &id.0, &owner, *for_retention, patience).await?
-            }
+            Ending::Hold { for_retention } => ending::hold(&mut conn, &id.0, &owner, *for_retention, patience).await?,
             Ending::Release { status, acted } => {
                 ending::release(&mut conn, &id.0, &owner, status.map(stored), *acted, patience).await?
             }
@@ -139,9 +139,7 @@ impl Engine {
     /// An earlier try may have landed and only its acknowledgement been lost.
     async fn is_settled(&self, id: KeyId, owner: Owner, policy: &Policy) -> bool {
         let row = self.look(&id, policy).await;
-        row.is_ok_and(|row| {
-            row.is_some_and(|row| row.is_held() || row.owner == owner && row.state != "outstanding")
-        })
+        row.is_ok_and(|row| row.is_some_and(|row| row.is_held() || row.owner == owner && row.state != "outstanding"))
     }
 
     /// Whether a request runs the key in a transaction of its own, here or elsewhere.

@@ -2,8 +2,10 @@
 //! background thread.
 
 pub(crate) mod background;
+pub(crate) mod berth;
 pub(crate) mod ending;
 mod flush;
+pub(crate) mod holders;
 pub(crate) mod leases;
 mod looks;
 mod recent;
@@ -26,8 +28,8 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub(crate) use self::waiters::Patience;
 use self::{
-    flush::Wish, leases::Leases, looks::Looks, recent::Recent, running::Running, store::Store, waiters::Waiters,
-    watch::Late,
+    berth::Berths, flush::Wish, holders::Holders, leases::Leases, looks::Looks, recent::Recent, running::Running,
+    store::Store, waiters::Waiters, watch::Late,
 };
 use crate::{
     check::{Finding, Severity},
@@ -38,7 +40,6 @@ use crate::{
     },
     sweeper::{Pace, Sweeper, Sweeping},
     telemetry,
-    transaction::Holders,
 };
 
 /// Whether expired rows go.
@@ -67,6 +68,7 @@ pub(crate) struct Engine {
     watching: OnceLock<Arc<Pace>>,
     late: Late,
     pub(crate) holders: Arc<Holders>,
+    pub(crate) berths: Arc<Berths>,
     pub(crate) running: Running,
     session: OnceCell<Arc<Session>>,
     flushes: mpsc::UnboundedSender<Wish>,
@@ -82,6 +84,7 @@ impl Engine {
         let (looks, asked) = Looks::new();
         let engine = Arc::new(Self {
             holders: Holders::of(&pool),
+            berths: Arc::default(),
             running: Running::default(),
             session: OnceCell::new(),
             flushes,
@@ -104,6 +107,7 @@ impl Engine {
         engine.go_on(waiters::keep_looking(Arc::downgrade(&engine), Arc::clone(&engine.waiters)));
         engine.go_on(flush::keep_flushing(Arc::downgrade(&engine), wishes));
         engine.go_on(looks::look_for_all(Arc::downgrade(&engine), asked));
+        engine.go_on(berth::keep_clearing(Arc::downgrade(&engine)));
         engine
     }
 

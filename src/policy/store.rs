@@ -112,6 +112,11 @@ impl Policy {
     /// How long a transaction may be idle before Postgres ends it
     /// (`idle_in_transaction_session_timeout`, for it alone). Default: [`DEFAULT_IDLE_IN_TRANSACTION`].
     ///
+    /// Within a second of that its place in the pool, and among those who may hold a transaction, is given to others,
+    /// also where its handler still has it; so it is after so long a time since the last use of one that was ended
+    /// otherwise (`pg_terminate_backend`). The handler's next use of it fails, and its answer is an error. A
+    /// single statement that takes longer than this goes on undisturbed, on a connection beside the pool's count.
+    ///
     /// # Panics
     ///
     /// Below ten milliseconds and beyond 24 days, Postgres' own limit.

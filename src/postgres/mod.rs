@@ -18,6 +18,7 @@ pub(crate) mod outbox;
 pub(crate) mod row;
 pub(crate) mod savepoint;
 pub(crate) mod server;
+pub(crate) mod stand_in;
 pub(crate) mod steps;
 pub(crate) mod sweep;
 pub(crate) mod tables;

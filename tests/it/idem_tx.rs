@@ -13,6 +13,7 @@ use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl, SimpleAsyncC
 use serde::Deserialize;
 
 use crate::support::{
+    PATIENCE,
     app::{created, order},
     client::RequestExt,
     eventually,
@@ -568,4 +569,68 @@ async fn a_statement_that_fails_tells_the_client_nothing_of_the_server() {
         let said = answer.text();
         assert!(!said.contains("hidden") && !said.contains("zero") && !said.contains("secrets"), "{said}");
     }
+}
+
+/// What it does with a transaction that is gone.
+#[derive(Deserialize)]
+struct Late {
+    uses: bool,
+}
+
+/// The effect, the gate, and then a use of what it holds, or none.
+async fn late(mut tx: IdemTx, late: Query<Late>, gate: Data<Gate>) -> Result<HttpResponse> {
+    let id = effect(&mut tx, "late").await?;
+    gate.pass().await;
+    if late.uses {
+        assert!(effect(&mut tx, "late").await.is_err(), "the transaction should be gone");
+    }
+    Ok(created(id))
+}
+
+/// As many as may hold one; the gate stays shut, and they go on holding.
+#[actix_web::test]
+async fn transactions_that_the_server_has_ended_make_room_while_their_handlers_go_on() {
+    const HOLDERS: usize = 4;
+    let ends = ["idle", "terminated"];
+    for (end, policy) in ends.into_iter().flat_map(|end| policies().map(|policy| (end, policy))) {
+        let policy = policy.anonymous().idle_in_transaction(Duration::from_secs(2));
+        let rig =
+            Rig::builder().policy(policy).serve(|config, idempotency, _| routes_of_late(config, idempotency)).await;
+        let held: Vec<_> = (0..HOLDERS)
+            .map(|n| {
+                let key = format!("late-{n}");
+                // One of them without a key: it is only a transaction.
+                let request = rig.post(&format!("/late?uses={}", n % 2 == 0));
+                actix_web::rt::spawn(if n == 3 { request } else { request.key(&key) }.answer())
+            })
+            .collect();
+        rig.gate.entered(HOLDERS).await;
+        if end == "terminated" {
+            rig.db
+                .run(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() \
+                     AND state = 'idle in transaction'",
+                )
+                .await;
+        }
+        // All of the pool but one wait for the gate, and there is room for as many others at once.
+        let orders = (0..3 * HOLDERS).map(|n| rig.post("/act?how=commit").key(&format!("order-{n}")).answer());
+        let orders = futures_util::future::join_all(orders).await;
+        assert!(orders.iter().all(|answer| answer.status == 201), "{end}: {orders:?}");
+        assert_eq!(rig.gate.count(), HOLDERS);
+        rig.gate.open(HOLDERS);
+        for answer in futures_util::future::join_all(held).await {
+            let answer = answer.unwrap();
+            assert!(answer.status.is_server_error(), "{end}: {answer:?}");
+        }
+        assert_eq!((rig.db.effects("late").await, rig.db.effects("commit").await), (0, 3 * HOLDERS as i64));
+        crate::support::db::assert_usable(&rig.pool, 5).await;
+    }
+}
+
+fn routes_of_late(config: &mut web::ServiceConfig, idempotency: &actix_idempotency::Idempotency) {
+    let patient = idempotency.with(Policy::new().anonymous().store_timeout(PATIENCE));
+    config
+        .service(web::resource("/late").wrap(idempotency.clone()).route(web::post().to(late)))
+        .service(web::resource("/act").wrap(patient).route(web::post().to(act)));
 }
