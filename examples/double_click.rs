@@ -14,7 +14,16 @@
 use std::{env, time::Duration};
 
 use actix_idempotency::{Code, Fields, IdemTx, Idempotency, KeySource, OnCompleted, Policy, Wording, migrations, pool};
-use actix_web::{App, HttpResponse, HttpServer, Result, error::ErrorInternalServerError, post, rt::time::sleep, web};
+use actix_web::{
+    App, HttpMessage, HttpResponse, HttpServer, Result,
+    body::BoxBody,
+    dev::{ServiceRequest, ServiceResponse},
+    error::ErrorInternalServerError,
+    middleware::{Next, from_fn},
+    post,
+    rt::time::sleep,
+    web,
+};
 use diesel::prelude::*;
 use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
 use serde::Deserialize;
@@ -26,6 +35,19 @@ diesel::table! {
     }
 }
 
+#[derive(Clone)]
+struct User(String);
+
+/// Outside of Idempotency. A demo: whoever `X-User` names.
+async fn authenticate(request: ServiceRequest, next: Next<BoxBody>) -> Result<ServiceResponse<BoxBody>> {
+    let name = request.headers().get("x-user").and_then(|name| name.to_str().ok());
+    let Some(name) = name.map(str::to_owned) else {
+        return Ok(request.into_response(HttpResponse::Unauthorized().finish()));
+    };
+    request.extensions_mut().insert(User(name));
+    next.call(request).await
+}
+
 /// What Java services write as
 /// `@Idempotent(key = "#user + ':' + #req.sku", expireSeconds = 10, message = "订单处理中,请勿重复提交")`.
 fn once_per_click() -> Idempotency {
@@ -33,8 +55,7 @@ fn once_per_click() -> Idempotency {
     Idempotency::from_app_data().with(
         Policy::new()
             .keys([KeySource::digest(Fields::all_but(["/clickedAt"]))])
-            .principal(|request| request.headers().get("x-user")?.to_str().ok().map(str::to_owned))
-            .refuse_anonymous()
+            .principal(|request| request.extensions().get::<User>().map(|user| user.0.clone()))
             .retention(Duration::from_secs(10))
             .on_completed(OnCompleted::Reject)
             .wording(Code::Outstanding, message())
@@ -71,8 +92,12 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     pool.get().await?.batch_execute(table).await?;
 
     let idempotency = Idempotency::postgres(pool);
-    let server =
-        HttpServer::new(move || App::new().app_data(web::Data::new(idempotency.clone())).service(create)).bind(bind)?;
+    let server = HttpServer::new(move || {
+        App::new()
+            .app_data(web::Data::new(idempotency.clone()))
+            .service(web::scope("").wrap(from_fn(authenticate)).service(create))
+    })
+    .bind(bind)?;
     println!("listening on http://{}", server.addrs()[0]);
     server.run().await?;
     Ok(())

@@ -22,9 +22,12 @@ use actix_idempotency::{
     Code, IdemKey, IdemTx, Idempotency, Keep, KeySource, OnCompleted, OnFailure, Policy, Wording, migrations, pool,
 };
 use actix_web::{
-    App, HttpRequest, HttpResponse, HttpServer, Result,
+    App, HttpMessage, HttpRequest, HttpResponse, HttpServer, Result,
+    body::BoxBody,
+    dev::{ServiceRequest, ServiceResponse},
     error::{ErrorBadGateway, ErrorInternalServerError},
     http::{StatusCode, header},
+    middleware::{Next, from_fn},
     post, web,
 };
 use diesel::prelude::*;
@@ -47,8 +50,23 @@ async fn done(tx: &mut IdemTx, what: String) -> Result<i64> {
         .map_err(ErrorInternalServerError)
 }
 
+#[derive(Clone)]
+struct User(String);
+
+/// Whose keys they are: whoever was let in.
 fn user(request: &HttpRequest) -> Option<String> {
-    request.headers().get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ").map(str::to_owned)
+    request.extensions().get::<User>().map(|user| user.0.clone())
+}
+
+/// Outside of every Idempotency. A demo: whoever `Authorization: Bearer` names.
+async fn authenticate(request: ServiceRequest, next: Next<BoxBody>) -> Result<ServiceResponse<BoxBody>> {
+    let bearer =
+        request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
+    let Some(name) = bearer.map(str::to_owned) else {
+        return Ok(request.into_response(HttpResponse::Unauthorized().finish()));
+    };
+    request.extensions_mut().insert(User(name));
+    next.call(request).await
 }
 
 /// Clients that can send keys must: UUIDs, kept for a week.
@@ -90,7 +108,6 @@ fn once_per_article() -> Idempotency {
         Policy::new()
             .key_from_json::<Like>(|liked| liked.article.to_string())
             .principal(user)
-            .refuse_anonymous()
             .retain_forever()
             .on_completed(OnCompleted::Reject)
             .wording(Code::AlreadyCompleted, told)
@@ -138,11 +155,15 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let server = HttpServer::new(move || {
         App::new()
             .app_data(web::Data::new(idempotency.clone()))
-            .service(create_order)
-            .route("/orders/keys/{key}", idempotency.with(orders()).status("POST", "/orders"))
             .service(Idempotency::document(&orders(), "/docs/orders"))
-            .service(like_article)
-            .service(pay_out)
+            .service(
+                web::scope("")
+                    .wrap(from_fn(authenticate))
+                    .service(create_order)
+                    .route("/orders/keys/{key}", idempotency.with(orders()).status("POST", "/orders"))
+                    .service(like_article)
+                    .service(pay_out),
+            )
     })
     .bind(bind)?;
     println!("listening on http://{}", server.addrs()[0]);

@@ -122,7 +122,7 @@ async fn open(engine: &Arc<Engine>, ask: &Ask, policy: &Arc<Policy>) -> Result<C
         // It was taken before the lock was asked for.
         told = claim::look_with_others(engine, ask, policy).await;
     }
-    let counts = met.seen.is_none() && policy.quota != Quota::default();
+    let counts = !met.lives && policy.quota != Quota::default();
     let told = match told {
         Some(told) => told,
         None if !met.locked => outstanding(),
@@ -141,6 +141,8 @@ pub(crate) struct Met {
     pub(crate) locked: bool,
     in_good_time: bool,
     pub(crate) seen: Option<Seen>,
+    /// There is a row, and it has not expired: it counts already.
+    lives: bool,
     backend: i32,
 }
 
@@ -155,11 +157,12 @@ pub(crate) async fn meet(engine: &Engine, conn: &AsyncPgConnection, ask: &Ask, p
             engine.recent.remember(&ask.id);
         }
         let seen = row.as_ref().map(Seen::of);
+        let lives = row.as_ref().is_some_and(|row| !row.expired);
         let told = row.map(|row| Told::by(row, ask, policy)).transpose()?.flatten();
         match (&told, locked) {
             // There is a row, and it may be replaced.
             (None, None) => over = true,
-            _ => return Ok(Met { told, locked: locked == Some(true), in_good_time, seen, backend }),
+            _ => return Ok(Met { told, locked: locked == Some(true), in_good_time, seen, lives, backend }),
         }
     }
 }

@@ -1,16 +1,24 @@
 //! The request body, read whole before anything is claimed, and put back.
 
-use std::{iter, pin::pin};
+use std::{
+    iter,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Poll, ready},
+};
 
 use actix_web::{
-    HttpMessage,
+    HttpMessage, HttpRequest,
     dev::{Payload, ServiceRequest},
     error::PayloadError,
     http::header,
     web::{Bytes, BytesMut},
 };
 use futures_util::{
-    StreamExt,
+    FutureExt, StreamExt,
     future::{Either, select},
     stream,
 };
@@ -79,6 +87,59 @@ where
     let read = timeout(policy.body_timeout, read).await.map_err(|_| Code::BodyTimeout);
     request.set_payload(Payload::Stream { payload: Box::pin(stream::iter(seen).chain(payload)) });
     read
+}
+
+/// Whether anybody waits for more of a body that is streamed through.
+struct Progress(Arc<AtomicBool>);
+
+/// Said when all of the body is there, and when whoever has read it wants no more.
+struct End(Arc<AtomicBool>);
+
+impl End {
+    fn say(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.say();
+    }
+}
+
+/// Notes the end of a body that the policy streams through. One that is empty is at its end.
+pub(crate) fn follow(request: &mut ServiceRequest, policy: &Policy) {
+    if !policy.streams_body {
+        return;
+    }
+    let ended = Arc::new(AtomicBool::new(false));
+    let end = End(Arc::clone(&ended));
+    request.extensions_mut().insert(Progress(ended));
+    let mut left = announced(request);
+    let mut payload = request.take_payload();
+    let first = match payload.next().now_or_never() {
+        Some(None) => return,
+        Some(first) => first,
+        None => None,
+    };
+    let mut body = stream::iter(first).chain(payload);
+    let followed = stream::poll_fn(move |context| {
+        let piece = ready!(body.poll_next_unpin(context));
+        if let (Some(left), Some(Ok(piece))) = (&mut left, &piece) {
+            *left = left.saturating_sub(piece.len() as u64);
+        }
+        // Who reads a form stops at its last boundary, and asks for nothing behind it.
+        if piece.is_none() || left == Some(0) {
+            end.say();
+        }
+        Poll::Ready(piece)
+    });
+    request.set_payload(Payload::Stream { payload: Box::pin(followed) });
+}
+
+/// Whether somebody may still wait for this body, for as long as the client likes.
+pub(crate) fn is_unread(request: &HttpRequest) -> bool {
+    request.extensions().get::<Progress>().is_some_and(|Progress(ended)| !ended.load(Ordering::Acquire))
 }
 
 /// Whoever decodes a body decodes a piece of it whole before an extractor can count what comes out, and

@@ -16,6 +16,7 @@ use crate::{
     decision::{Decision, How, decide},
     engine::{
         Engine,
+        ending::millis,
         leases::Owner,
         store::{Checkout, in_time},
     },
@@ -26,6 +27,7 @@ use crate::{
         AsyncPgConnection,
         keys::{self, NewClaim, Takeover},
         row::Row,
+        transactions,
     },
     telemetry::{self, Abandoned, Event},
     told::{Ahead, Told, unreadable},
@@ -98,13 +100,17 @@ pub(crate) async fn look_again(engine: &Engine, ask: &Ask, policy: &Policy) -> R
     }
 }
 
-/// Whether the principal has as many keys as it may.
+/// Whether the principal has as many keys as it may, so that one more is refused.
 pub(crate) async fn exceeds_quota(
     conn: &mut AsyncPgConnection,
     columns: &Columns,
     policy: &Policy,
 ) -> Result<bool, Error> {
-    let Quota { outstanding, live } = policy.quota;
+    exceeds(conn, columns, policy.quota).await
+}
+
+async fn exceeds(conn: &mut AsyncPgConnection, columns: &Columns, quota: Quota) -> Result<bool, Error> {
+    let Quota { outstanding, live } = quota;
     let (are_outstanding, are_live) =
         keys::count(conn, columns.tenant.as_deref(), columns.principal.as_deref()).await?;
     let full = |limit: Option<NonZeroU32>, count| limit.is_some_and(|limit| count >= i64::from(limit.get()));
@@ -128,7 +134,11 @@ impl<'a> Attempt<'a> {
     async fn run(&self, unfinished: &mut Option<Lease>) -> Result<Claim<Lease>, Error> {
         let mut conn = self.engine.store.connection().await?;
         let lease = unfinished.get_or_insert_with(|| self.lease());
-        let verdict = self.rounds(&mut conn, lease).await?;
+        let verdict = if self.policy.quota == Quota::default() {
+            self.rounds(&mut conn, lease).await?
+        } else {
+            self.turns(&mut conn, lease).await?
+        };
         conn.give_back();
         let lease = unfinished.take();
         Ok(match (verdict, lease) {
@@ -143,8 +153,7 @@ impl<'a> Attempt<'a> {
 
     async fn rounds(&self, conn: &mut Checkout, lease: &mut Lease) -> Result<Verdict, Error> {
         let draining = self.engine.is_draining();
-        let counts = self.policy.quota != Quota::default();
-        let mut look_first = draining || counts || self.engine.recent.knows(&self.ask.id);
+        let mut look_first = draining || self.engine.recent.knows(&self.ask.id);
         for _ in 0..ROUNDS {
             let mut waited = false;
             if !look_first {
@@ -164,7 +173,6 @@ impl<'a> Attempt<'a> {
                 None if waited => Ahead::unseen(self.policy.lease),
                 None if draining => Told::Draining,
                 None if self.is_too_late(conn).await? => Told::TokenExpired,
-                None if counts && self.exceeds_quota(conn).await? => Told::QuotaExceeded,
                 // It was released by a ROLLBACK or swept since the INSERT met it.
                 None => continue,
                 Some(row) => match self.meet(conn, row, lease).await? {
@@ -187,8 +195,54 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    async fn exceeds_quota(&self, conn: &mut Checkout) -> Result<bool, Error> {
-        exceeds_quota(conn, &Columns::of(self.ask), self.policy).await
+    /// Claims under a quota. The claims of a principal take turns, so that what one has counted is still so when
+    /// it claims. Whoever is told something without a claim waits for nobody.
+    async fn turns(&self, conn: &mut Checkout, lease: &mut Lease) -> Result<Verdict, Error> {
+        let turn = self.ask.scope.turn();
+        let (patience, idle) = (millis(self.policy.lock_timeout()), millis(self.policy.idle_in_transaction));
+        for _ in 0..ROUNDS {
+            if let Some(row) = keys::look(conn, &self.ask.id.0).await?
+                && !matches!(self.decide(&row), Decision::TakeOver(_))
+                && let Some(verdict) = self.meet(conn, row, lease).await?
+            {
+                return Ok(verdict);
+            }
+            transactions::begin_in_turn(conn, turn, patience, idle).await?;
+            let verdict = self.turn(conn, lease).await?;
+            match verdict {
+                Some(Verdict::Ours) => transactions::commit(conn).await?,
+                _ => transactions::rollback(conn).await?,
+            }
+            if let Some(verdict) = verdict {
+                return Ok(verdict);
+            }
+        }
+        Ok(Verdict::Theirs(Ahead::unseen(self.policy.lease)))
+    }
+
+    /// A look, a count and a write. `None`: somebody who takes no turns, under another policy, was first.
+    async fn turn(&self, conn: &mut Checkout, lease: &mut Lease) -> Result<Option<Verdict>, Error> {
+        let Some(row) = keys::look(conn, &self.ask.id.0).await? else {
+            let told = match () {
+                () if self.engine.is_draining() => Told::Draining,
+                () if self.is_too_late(conn).await? => Told::TokenExpired,
+                () if self.exceeds_quota(conn, How::Expired).await? => Told::QuotaExceeded,
+                () => return Ok(matches!(self.insert(conn).await?, Inserted::Ours).then_some(Verdict::Ours)),
+            };
+            return Ok(Some(Verdict::Theirs(told)));
+        };
+        if let Decision::TakeOver(how) = self.decide(&row)
+            && self.exceeds_quota(conn, how).await?
+        {
+            return Ok(Some(Verdict::Theirs(Told::QuotaExceeded)));
+        }
+        self.meet(conn, row, lease).await
+    }
+
+    /// A row that has not expired is among those that live already; claimed again, it is outstanding once more.
+    async fn exceeds_quota(&self, conn: &mut Checkout, how: How) -> Result<bool, Error> {
+        let live = self.policy.quota.live.filter(|_| how == How::Expired);
+        exceeds(conn, &Columns::of(self.ask), Quota { live, ..self.policy.quota }).await
     }
 
     async fn insert(&self, conn: &mut Checkout) -> Result<Inserted, Error> {
@@ -208,8 +262,7 @@ impl<'a> Attempt<'a> {
     /// What follows from a row that is there; `None`: it is another one by now.
     async fn meet(&self, conn: &mut Checkout, row: Row, lease: &mut Lease) -> Result<Option<Verdict>, Error> {
         self.engine.recent.remember(&self.ask.id);
-        let decision = decide(&row, &self.ask.fingerprint, &self.owner, self.policy.on_completed);
-        match decision {
+        match self.decide(&row) {
             Decision::TakeOver(_) if self.engine.is_draining() => Ok(Some(Verdict::Theirs(Told::Draining))),
             Decision::TakeOver(_) if self.is_too_late(conn).await? => Ok(Some(Verdict::Theirs(Told::TokenExpired))),
             Decision::TakeOver(how) => {
@@ -222,6 +275,10 @@ impl<'a> Attempt<'a> {
             }
             decision => Told::of(decision, row, self.ask, self.policy).map(|told| Some(Verdict::Theirs(told))),
         }
+    }
+
+    fn decide(&self, row: &Row) -> Decision {
+        decide(row, &self.ask.fingerprint, &self.owner, self.policy.on_completed)
     }
 
     async fn take_over(&self, conn: &mut Checkout, row: &Row, how: How, lease: &mut Lease) -> Result<bool, Error> {

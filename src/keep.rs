@@ -19,6 +19,10 @@ pub enum Keep {
     /// 414, 416, 417 and 451. The IETF draft (-07, section 2.6) replays "success or error"; this
     /// leaves out what depends on the moment or the client (401, 403, 408, 409, 425, 429, …) and what
     /// a corrected request should be free of (400, 413, 415, 422).
+    ///
+    /// Not for keys that anybody can compute ([`Policy::keys`](crate::Policy::keys)) and that belong to nobody
+    /// ([`Policy::anonymous`](crate::Policy::anonymous)): the 404 of a forged callback would be kept against the
+    /// real one. Such a policy does not build, whatever it is that keeps errors.
     Draft,
     /// [`Keep::Draft`], and 400, 413, 415 and 422: a rejected request stays rejected under its key.
     DraftWithValidation,
@@ -38,6 +42,11 @@ impl Keep {
     /// ```
     pub fn when(keeps: impl Fn(StatusCode) -> bool + Send + Sync + 'static) -> Self {
         Self::When(Arc::new(keeps))
+    }
+
+    /// Whether it keeps any answer from 400 on.
+    pub(crate) fn keeps_errors(&self) -> bool {
+        (400..600).filter_map(|code| StatusCode::from_u16(code).ok()).any(|status| self.keeps(status))
     }
 
     pub(crate) fn keeps(&self, status: StatusCode) -> bool {
@@ -86,5 +95,6 @@ mod tests {
         );
         assert_eq!(kept(&Keep::Everything).len(), 200);
         assert_eq!(kept(&Keep::when(|status| status == 418)), [418]);
+        assert!(!Keep::Success.keeps_errors() && Keep::Draft.keeps_errors() && Keep::when(|_| true).keeps_errors());
     }
 }

@@ -93,7 +93,9 @@ where
         }
         let service = Rc::clone(&self.service);
         async move {
-            match prepare(&engine, &policy, &mut request).await {
+            let prepared = prepare(&engine, &policy, &mut request).await;
+            body::follow(&mut request, &policy);
+            match prepared {
                 Ok(Some(ask)) => {
                     let case = Case::new(engine, policy, ask);
                     Rc::new(Protected { service, case }).answer(request).await
@@ -118,7 +120,7 @@ async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest)
             request.extensions_mut().insert(form.token.clone());
             form.scope.clone()
         }
-        None => Scope::of(request.request(), policy)?,
+        None => Scope::of(request.request(), policy).inspect_err(|_| tell_of_nobody(engine, policy))?,
     };
     let names_nobody = scope.principal().is_none() && found.form.is_none();
     if names_nobody && policy.warns_of_anonymous() && engine.first_anonymous() {
@@ -136,6 +138,16 @@ async fn prepare(engine: &Engine, policy: &Policy, request: &mut ServiceRequest)
     let fingerprint = Fingerprint::of(request.request(), body.as_deref(), fields, policy);
     let request_id = policy.id_of(request.request());
     Ok(Some(Ask::new(found, scope, fingerprint, request_id)))
+}
+
+/// A closure that never finds anybody stands inside of what authenticates: the log should say so.
+fn tell_of_nobody(engine: &Engine, policy: &Policy) {
+    if policy.finds_principals() && engine.first_anonymous() {
+        telemetry::advise(
+            "a principal closure has found nobody, and the request is refused: authentication belongs outside of \
+             Idempotency (a later .wrap), so that the closure reads what it has found",
+        );
+    }
 }
 
 /// The first source that has a key. The body is read when one needs it, and once.

@@ -7,12 +7,7 @@ use std::fmt;
 
 use actix_web::{HttpRequest, http::header};
 
-use crate::{
-    digest::Digest,
-    key::IdempotencyKey,
-    policy::{Anonymous, Policy},
-    refusal::Code,
-};
+use crate::{digest::Digest, key::IdempotencyKey, policy::Policy, refusal::Code};
 
 /// The most bytes of a part that the table shows as they are.
 const MAX_READABLE: usize = 255;
@@ -119,7 +114,7 @@ impl Scope {
             Some(principal) => principal(request),
             None => credential(request),
         };
-        if principal.is_none() && policy.anonymous == Anonymous::Refused {
+        if principal.is_none() && policy.refuses_anonymous() {
             return Err(Code::PrincipalMissing);
         }
         let pattern = request.match_pattern();
@@ -155,6 +150,13 @@ impl Scope {
     #[must_use]
     pub fn resource(&self) -> &str {
         &self.resource
+    }
+
+    /// The number of the lock by which the claims of one principal take turns where they are counted.
+    pub(crate) fn turn(&self) -> i64 {
+        let mut digest = Digest::new("actix-idempotency turn 1");
+        digest.optional(self.tenant.as_ref()).optional(self.principal.as_ref());
+        KeyId(digest.finish()).lock()
     }
 
     /// The primary key of `key` in this scope. `source` is empty for the header.

@@ -45,7 +45,7 @@ impl Transaction {
             failpoint::reach("before-begin");
             transactions::begin(&mut conn, policy.isolation.sql(), idle, &mark).await?;
             let seen = witness::of(&mut conn);
-            let conn = Box::new(engine.berths.take(conn, permit, policy.idle_in_transaction).await?);
+            let conn = Box::new(engine.berths.take(conn, permit, policy.idle_in_transaction, seen.clone()).await?);
             Ok(Self { conn, mark, session, seen })
         })
         .await

@@ -8,7 +8,7 @@ use diesel::prelude::*;
 use diesel_async::RunQueryDsl;
 use serde::{Deserialize, Serialize};
 
-use crate::{demo::Knobs, error::ShopError, orders::Customer, schema::coupons};
+use crate::{customer::Customer, demo::Knobs, error::ShopError, schema::coupons};
 
 #[derive(Deserialize)]
 struct Wanted {
@@ -27,7 +27,7 @@ fn once_per_coupon() -> Idempotency {
     Idempotency::from_app_data().with(
         Policy::new()
             .keys([KeySource::digest(Fields::only(["/coupon"]))])
-            .principal(Customer::name)
+            .principal(Customer::principal)
             .retention(Duration::from_secs(15))
             .on_completed(OnCompleted::Reject)
             .wording(Code::Outstanding, told())
@@ -38,13 +38,13 @@ fn once_per_coupon() -> Idempotency {
 
 #[post("/coupons", wrap = "once_per_coupon()")]
 pub async fn claim(
-    customer: Customer,
+    customer: web::ReqData<Customer>,
     knobs: Knobs,
     mut tx: IdemTx,
     wanted: web::Json<Wanted>,
 ) -> Result<HttpResponse, ShopError> {
     let coupon = diesel::insert_into(coupons::table)
-        .values((coupons::customer.eq(customer.0), coupons::coupon.eq(&wanted.coupon)))
+        .values((coupons::customer.eq(&customer.0), coupons::coupon.eq(&wanted.coupon)))
         .returning(Coupon::as_returning())
         .get_result(&mut *tx)
         .await?;

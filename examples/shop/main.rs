@@ -6,6 +6,7 @@
 
 mod checkout;
 mod coupons;
+mod customer;
 mod demo;
 mod error;
 mod orders;
@@ -16,7 +17,12 @@ mod schema;
 use std::{env, time::Duration};
 
 use actix_idempotency::{Idempotency, Policy, migrations, pool};
-use actix_web::{App, HttpServer, http::Method, middleware::Logger, web};
+use actix_web::{
+    App, HttpServer,
+    http::Method,
+    middleware::{Logger, from_fn},
+    web,
+};
 use diesel_migrations::{EmbeddedMigrations, embed_migrations};
 use tracing_subscriber::EnvFilter;
 
@@ -53,16 +59,18 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             .app_data(machine.clone())
             .service(Idempotency::document(&policy, DOCUMENTATION))
             .service(products::show)
-            .service(coupons::claim)
             .service(payments::callback)
             .configure(|config| checkout::configure(config, &idempotency, &tokens))
             .service(
-                web::scope("")
-                    .wrap(idempotency.clone())
-                    .service(orders::create)
-                    .service(orders::list)
-                    .service(orders::show)
-                    .service(orders::change),
+                // Whoever comes here is known, before any key is looked at.
+                web::scope("").wrap(from_fn(customer::authenticate)).service(coupons::claim).service(
+                    web::scope("")
+                        .wrap(idempotency.clone())
+                        .service(orders::create)
+                        .service(orders::list)
+                        .service(orders::show)
+                        .service(orders::change),
+                ),
             )
     })
     .shutdown_signal(drain)
@@ -80,8 +88,11 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 fn policy() -> Policy {
     // By default PUT is not protected, since HTTP calls it idempotent; but a change of an order moves stock. What it asks
     // for includes the version that it was decided on.
-    let policy =
-        Policy::new().methods([Method::POST, Method::PUT]).fingerprint_header("If-Match").documentation(DOCUMENTATION);
+    let policy = Policy::new()
+        .methods([Method::POST, Method::PUT])
+        .principal(customer::Customer::principal)
+        .fingerprint_header("If-Match")
+        .documentation(DOCUMENTATION);
     match env::var("LEASE_SECONDS").ok().and_then(|seconds| seconds.parse().ok()) {
         Some(seconds) => policy.lease(Duration::from_secs(seconds)),
         None => policy.atomic(),

@@ -1,13 +1,13 @@
 //! Orders: made once, listed, shown, changed by whoever has seen them as they are.
 
 use actix_idempotency::{Decrement, IdemTx, IfMatch, PgPool, Versioned, version::etag};
-use actix_web::{FromRequest, HttpRequest, HttpResponse, dev::Payload, get, http::header, post, put, web};
+use actix_web::{HttpResponse, get, http::header, post, put, web};
 use diesel::prelude::*;
 use diesel_async::{AsyncPgConnection, RunQueryDsl};
 use serde::{Deserialize, Serialize};
-use std::future::{Ready, ready};
 
 use crate::{
+    customer::Customer,
     demo::Knobs,
     error::ShopError,
     schema::{Status, orders, products},
@@ -37,7 +37,7 @@ pub struct Order {
 /// The stock, the order and the answer commit together, or not at all.
 #[post("/orders")]
 pub async fn create(
-    customer: Customer,
+    customer: web::ReqData<Customer>,
     knobs: Knobs,
     mut tx: IdemTx,
     new: web::Json<NewOrder>,
@@ -49,7 +49,7 @@ pub async fn create(
     products::stock.decrement(new.product_id, new.quantity).raise_version().execute(&mut tx).await?;
     let order: Order = diesel::insert_into(orders::table)
         .values((
-            orders::customer.eq(customer.0),
+            orders::customer.eq(&customer.0),
             orders::product_id.eq(new.product_id),
             orders::quantity.eq(new.quantity),
             orders::campaign_id.eq(new.campaign_id),
@@ -65,10 +65,10 @@ pub async fn create(
 }
 
 #[get("/orders")]
-pub async fn list(customer: Customer, pool: web::Data<PgPool>) -> Result<HttpResponse, ShopError> {
+pub async fn list(customer: web::ReqData<Customer>, pool: web::Data<PgPool>) -> Result<HttpResponse, ShopError> {
     let mut conn = pool.get().await.map_err(|_| ShopError::NoConnection)?;
     let orders = orders::table
-        .filter(orders::customer.eq(customer.0))
+        .filter(orders::customer.eq(&customer.0))
         .order(orders::id)
         .select(Order::as_select())
         .load(&mut conn)
@@ -77,11 +77,15 @@ pub async fn list(customer: Customer, pool: web::Data<PgPool>) -> Result<HttpRes
 }
 
 #[get("/orders/{id}")]
-pub async fn show(customer: Customer, pool: web::Data<PgPool>, id: web::Path<i64>) -> Result<HttpResponse, ShopError> {
+pub async fn show(
+    customer: web::ReqData<Customer>,
+    pool: web::Data<PgPool>,
+    id: web::Path<i64>,
+) -> Result<HttpResponse, ShopError> {
     let mut conn = pool.get().await.map_err(|_| ShopError::NoConnection)?;
     let order: Order = orders::table
         .find(*id)
-        .filter(orders::customer.eq(customer.0))
+        .filter(orders::customer.eq(&customer.0))
         .select(Order::as_select())
         .first(&mut conn)
         .await?;
@@ -91,7 +95,7 @@ pub async fn show(customer: Customer, pool: web::Data<PgPool>, id: web::Path<i64
 /// `If-Match` says which version the customer has seen. Whoever has missed a change is told, and changes nothing.
 #[put("/orders/{id}")]
 pub async fn change(
-    customer: Customer,
+    customer: web::ReqData<Customer>,
     knobs: Knobs,
     mut tx: IdemTx,
     id: web::Path<i64>,
@@ -105,7 +109,7 @@ pub async fn change(
     // Locked, so that the stock moves by the difference from what the order really was.
     let before: Order = orders::table
         .find(*id)
-        .filter(orders::customer.eq(customer.0))
+        .filter(orders::customer.eq(&customer.0))
         .for_update()
         .select(Order::as_select())
         .get_result(&mut *tx)
@@ -136,23 +140,4 @@ async fn give_back(conn: &mut AsyncPgConnection, product_id: i64, pieces: i32) -
         .execute(conn)
         .await
         .map(drop)
-}
-
-/// Whoever `Authorization: Bearer NAME` names: a demo, without a password.
-pub struct Customer(pub String);
-
-impl FromRequest for Customer {
-    type Error = ShopError;
-    type Future = Ready<Result<Self, ShopError>>;
-
-    fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
-        ready(Self::name(request).map(Self).ok_or(ShopError::Anonymous))
-    }
-}
-
-impl Customer {
-    pub fn name(request: &HttpRequest) -> Option<String> {
-        let value = request.headers().get(header::AUTHORIZATION)?.to_str().ok()?;
-        value.strip_prefix("Bearer ").map(str::to_owned)
-    }
 }

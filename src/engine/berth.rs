@@ -19,7 +19,7 @@ use tokio::time::sleep;
 use super::{Engine, holders::Permit, store::Checkout};
 use crate::{
     error::Error,
-    postgres::{AsyncPgConnection, stand_in::stand_in},
+    postgres::{AsyncPgConnection, stand_in::stand_in, witness::Seen},
     telemetry,
 };
 
@@ -34,6 +34,8 @@ pub(crate) struct Berth {
     used: AtomicU64,
     /// For how long it may be idle.
     idle: Duration,
+    /// What the server says of it; `None` where nobody reads along.
+    seen: Option<Arc<Seen>>,
 }
 
 /// The permit is returned after the connection.
@@ -49,8 +51,12 @@ impl Berth {
         self.used.store(used, Ordering::Relaxed);
     }
 
-    /// Whether Postgres has ended the transaction by now, unless a statement takes as long as that.
+    /// Whether Postgres has ended the transaction: it has said so, or it must have by now, unless a statement takes as
+    /// long as that.
     fn is_over(&self) -> bool {
+        if self.seen.as_ref().is_some_and(|seen| seen.is_over()) {
+            return true;
+        }
         let used = Duration::from_millis(self.used.load(Ordering::Relaxed));
         self.began.elapsed().saturating_sub(used) > self.idle + TICK
     }
@@ -75,6 +81,7 @@ impl Berths {
         mut checkout: Checkout,
         permit: Permit,
         idle: Duration,
+        seen: Option<Arc<Seen>>,
     ) -> Result<Berthed, Error> {
         let known = self.stand_ins().pop();
         let mut conn = match known {
@@ -83,7 +90,7 @@ impl Berths {
         };
         mem::swap(&mut *checkout, &mut conn);
         let place = Mutex::new(Some(Place { checkout, _permit: permit }));
-        let berth = Arc::new(Berth { place, began: Instant::now(), used: AtomicU64::new(0), idle });
+        let berth = Arc::new(Berth { place, began: Instant::now(), used: AtomicU64::new(0), idle, seen });
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         match taken.iter_mut().find(|berth| berth.strong_count() == 0) {
             Some(free) => *free = Arc::downgrade(&berth),

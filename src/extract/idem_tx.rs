@@ -11,6 +11,7 @@ use diesel_async::AsyncPgConnection;
 use futures_util::{FutureExt, future::LocalBoxFuture};
 
 use crate::{
+    body,
     engine::{Engine, store::in_time},
     error::{Error, ErrorKind},
     lease::Lease,
@@ -47,14 +48,44 @@ use crate::{
 ///
 /// It works without a key as well: then it is simply a transaction that commits with an answer below
 /// 400. It is opened when the handler takes it, on a connection of the pool, of which at most all but
-/// one are held this way ([`Idempotency::max_transactions`](crate::Idempotency::max_transactions)).
+/// one are held this way ([`Idempotency::max_transactions`](crate::Idempotency::max_transactions)). One that the
+/// server has ended holds nothing any more ([`Policy::idle_in_transaction`]).
+///
+/// # Beside a body that is streamed through
+///
+/// Under [`Policy::stream_body`] the client decides how long the body takes, and no transaction is held meanwhile: as
+/// an argument of the handler, beside a body that has not been read, it is refused. Take it once the body is there
+/// (one that is empty always is):
+///
+/// ```no_run
+/// # diesel::table! { files (id) { id -> BigInt, bytes -> BigInt, } }
+/// use actix_idempotency::IdemTx;
+/// use actix_web::{FromRequest, HttpRequest, HttpResponse, Result, error::ErrorInternalServerError, web};
+/// use diesel::prelude::*;
+/// use diesel_async::RunQueryDsl;
+/// use futures_util::StreamExt;
+///
+/// async fn upload(request: HttpRequest, mut body: web::Payload) -> Result<HttpResponse> {
+///     let mut bytes = 0;
+///     while let Some(piece) = body.next().await {
+///         bytes += piece?.len() as i64; // to where files are kept
+///     }
+///     let mut tx = IdemTx::extract(&request).await?;
+///     diesel::insert_into(files::table)
+///         .values(files::bytes.eq(bytes))
+///         .execute(&mut *tx)
+///         .await
+///         .map_err(ErrorInternalServerError)?;
+///     Ok(HttpResponse::Created().finish())
+/// }
+/// ```
 ///
 /// # Errors
 ///
 /// The extraction waits at most [`Policy::store_timeout`] for a connection and then answers 503
 /// `store-unavailable`; 409 `lease-lost` where another attempt has the key by then, 409
 /// `serialization` where the server says so, 500 `misconfigured` where no [`Idempotency`](crate::Idempotency) is wrapped around
-/// the route, and 500 `transaction-misused` to a second extraction in one request. A failed
+/// the route or a body that is streamed through has not been read, and 500 `transaction-misused` to a second extraction in one request. A failed
 /// extraction is remembered: also behind `Option<IdemTx>` the answer is then an error, whatever the
 /// handler returns, and nothing is kept.
 ///
@@ -112,7 +143,7 @@ impl FromRequest for IdemTx {
     type Future = LocalBoxFuture<'static, Result<Self, Refusal>>;
 
     fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
-        let slot = super::marked(request, "IdemTx", |mark| mark.slot.clone());
+        let slot = super::marked(request, "IdemTx", |mark| mark.slot.clone()).and_then(|slot| slot.admit(request));
         let request = request.clone();
         async move {
             let slot = slot?;
@@ -205,6 +236,19 @@ impl Slot {
     /// Whatever the handler makes of it, its answer is an error.
     pub(crate) fn fail(&self, code: Code) {
         self.place().failed = Some(code);
+    }
+
+    /// Nobody holds a transaction while a client takes its time.
+    fn admit(self, request: &HttpRequest) -> Result<Self, Refusal> {
+        if !body::is_unread(request) {
+            return Ok(self);
+        }
+        telemetry::misconfigured(
+            "a handler takes IdemTx while its body, which Policy::stream_body lets through, is still on its way: read the \
+             body first, then take the transaction inside the handler, by IdemTx::extract(&request).await",
+        );
+        self.fail(Code::Misconfigured);
+        Err(Code::Misconfigured.into())
     }
 
     fn start_opening(self) -> Result<Opening, Code> {

@@ -45,15 +45,17 @@ pub enum OnFailure {
     Store,
 }
 
-/// How many keys a principal may have. Counted in the table before a new key is claimed, so that
-/// requests at the same time may exceed it by their number; a retry of a key that exists is never
-/// refused. Counting wants an index: [`migrations::PRINCIPAL_INDEX`](crate::migrations::PRINCIPAL_INDEX).
+/// How many keys a principal may have. Counted in the table before a key is claimed, and claimed before the
+/// next one of this principal is counted: the claims of one principal take turns, which costs each two
+/// round trips more. Whatever runs counts, be it a first attempt or another one under a key that was given back;
+/// a retry that is told what is stored, or that its key is outstanding, is never refused. Counting wants an index: [`migrations::PRINCIPAL_INDEX`](crate::migrations::PRINCIPAL_INDEX).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Quota {
     /// Keys whose requests run. Default: any number. Not counted under [`Policy::atomic`], where they
     /// have no row yet.
     pub outstanding: Option<NonZeroU32>,
-    /// Keys that have not expired. Default: any number.
+    /// Keys that have not expired. Default: any number. Under [`Policy::atomic`] requests at the same time
+    /// may exceed it by their number: none of them has a row yet.
     pub live: Option<NonZeroU32>,
 }
 

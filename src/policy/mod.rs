@@ -66,10 +66,11 @@ pub(crate) struct Described<T> {
 
 type Redact = Arc<dyn Fn(ResponseSnapshot) -> ResponseSnapshot + Send + Sync>;
 
-/// Who keys belong to where a request carries no credential and the policy has no closure.
+/// Whether keys may belong to nobody.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Anonymous {
-    Warned,
+    /// Refused by whoever has a principal closure; otherwise they may, and the log warns of it.
+    Unsaid,
     Allowed,
     Refused,
 }
@@ -164,7 +165,7 @@ impl Policy {
             skip: None,
             tenant: None,
             principal: None,
-            anonymous: Anonymous::Warned,
+            anonymous: Anonymous::Unsaid,
             resource: None,
             request_id: Naming::Headers,
             fingerprinted_headers: Vec::new(),
@@ -216,13 +217,14 @@ impl Policy {
         let computed = self.keys.iter().find(|source| !source.is_header() && source.tokens().is_none());
         if let Some(source) = computed
             && self.principal.is_none()
-            && self.anonymous != Anonymous::Allowed
         {
-            panic!(
-                "Policy: keys from {source:?} are computed from what anybody may send: say whose they are by \
-                 Policy::principal, or that they are everybody's by Policy::anonymous()"
-            );
+            self.assert_fits_everybody(source);
         }
+        assert!(
+            !(self.streams_body && self.is_atomic),
+            "Policy: under Policy::atomic() the transaction is open from the claim on, and Policy::stream_body lets the \
+             client take its time meanwhile: leave one of them out"
+        );
         if let Some(source) = self.keys.iter().find(|source| source.reads_body())
             && self.streams_body
         {
@@ -236,6 +238,23 @@ impl Policy {
         assert!(
             !(self.is_atomic && holds),
             "Policy: under Policy::atomic() an attempt that fails leaves no row that OnFailure could hold"
+        );
+    }
+
+    /// A key that anybody can compute, and that belongs to nobody.
+    #[track_caller]
+    fn assert_fits_everybody(&self, source: &KeySource) {
+        assert!(
+            self.anonymous == Anonymous::Allowed,
+            "Policy: keys from {source:?} are computed from what anybody may send: say whose they are by \
+             Policy::principal, or that they are everybody's by Policy::anonymous()"
+        );
+        let keeps_errors = self.keep.keeps_errors() || self.on_failure == OnFailure::Store;
+        assert!(
+            !keeps_errors && self.on_failure != OnFailure::HoldRetention,
+            "Policy: keys from {source:?} are everybody's by Policy::anonymous(), and what is answered to a forged request \
+             would be kept against the real one: keep no errors (Keep::Success, and OnFailure::Release or HoldLease), or \
+             say by Policy::principal whose keys they are, such as the sender that a middleware outside has verified"
         );
     }
 
@@ -328,8 +347,23 @@ impl Policy {
         }
     }
 
+    /// Whether a request with a key has to name somebody. A closure that finds nobody stands inside the
+    /// authentication, or there is none: then anybody could have the answers of anybody.
+    pub(crate) fn refuses_anonymous(&self) -> bool {
+        match self.anonymous {
+            Anonymous::Unsaid => self.finds_principals(),
+            Anonymous::Allowed => false,
+            Anonymous::Refused => true,
+        }
+    }
+
+    /// Whether a closure names principals, and nobody has said that it may find nobody.
+    pub(crate) fn finds_principals(&self) -> bool {
+        self.principal.is_some() && self.anonymous == Anonymous::Unsaid
+    }
+
     pub(crate) fn warns_of_anonymous(&self) -> bool {
-        self.anonymous == Anonymous::Warned
+        self.anonymous == Anonymous::Unsaid
     }
 
     /// How long a statement may wait for a row that somebody has locked.

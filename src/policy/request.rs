@@ -139,26 +139,31 @@ impl Policy {
     }
 
     /// Who asks: a user id from the session, the subject of a token. The same key from two principals
-    /// is two keys. `None` makes the request anonymous.
+    /// is two keys. `None` is nobody: 401 `principal-missing`, unless the policy says
+    /// [`anonymous`](Self::anonymous).
     ///
     /// Default: a digest of the credential in `Authorization: Basic` or `Bearer`. It is per token: a
     /// service that rotates tokens between retries gives a closure instead. Authenticate in a
-    /// middleware outside this one (a later `.wrap`): this closure only reads what that one found.
+    /// middleware outside this one (a later `.wrap`): this closure only reads what that one found. Inside
+    /// it has found nobody yet, and every request with a key is refused.
     #[must_use]
     pub fn principal(mut self, principal: impl Fn(&HttpRequest) -> Option<String> + Send + Sync + 'static) -> Self {
         self.principal = Some(Arc::new(principal));
         self
     }
 
-    /// Lets requests without a principal share one anonymous principal, silently. Default: they share
-    /// it, and one warning says so, at the first such request: whoever guesses another's key gets its answer.
+    /// Lets requests without a principal share one anonymous principal, silently: whoever guesses another's
+    /// key gets its answer. Default: they are refused where there is a [`principal`](Self::principal)
+    /// closure; without one, where no credential says who asks, they share it, and one warning says so, at the first such
+    /// request.
     #[must_use]
     pub fn anonymous(mut self) -> Self {
         self.anonymous = Anonymous::Allowed;
         self
     }
 
-    /// Answers 401 `principal-missing` to a request with a key and without a principal.
+    /// Answers 401 `principal-missing` to a request with a key and without a principal. With a
+    /// [`principal`](Self::principal) closure that is the default.
     #[must_use]
     pub fn refuse_anonymous(mut self) -> Self {
         self.anonymous = Anonymous::Refused;
@@ -230,7 +235,9 @@ impl Policy {
 
     /// Streams the request body through to the handler, for uploads too large to hold: only method,
     /// path, query and named headers tell a retry from another request, and the request limit does
-    /// not apply.
+    /// not apply. How long the body takes is for the handler to bound: [`body_timeout`](Self::body_timeout) does not
+    /// apply either. An [`IdemTx`](crate::IdemTx) is taken once the body has been read; with [`atomic`](Self::atomic),
+    /// whose transaction is open before, the policy does not build.
     #[must_use]
     pub fn stream_body(mut self) -> Self {
         self.streams_body = true;

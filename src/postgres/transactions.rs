@@ -58,6 +58,21 @@ pub(crate) async fn begin(
     AnsiTransactionManager::begin_transaction_sql(conn, &sql).await
 }
 
+/// Begins once nobody else is in a transaction with the same turn, which ends with it. What follows sees what they
+/// have done, whatever the server's default isolation is.
+pub(crate) async fn begin_in_turn(
+    conn: &mut AsyncPgConnection,
+    turn: i64,
+    patience_ms: i64,
+    idle_timeout_ms: i64,
+) -> QueryResult<()> {
+    let sql = format!(
+        "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = {idle_timeout_ms}; \
+         SET LOCAL lock_timeout = {patience_ms}; SELECT pg_advisory_xact_lock({turn})"
+    );
+    AnsiTransactionManager::begin_transaction_sql(conn, &sql).await
+}
+
 pub(crate) async fn rollback(conn: &mut AsyncPgConnection) -> QueryResult<()> {
     Manager::rollback_transaction(conn).await
 }

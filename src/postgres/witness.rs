@@ -47,6 +47,11 @@ impl Seen {
         self.told().aborted_by
     }
 
+    /// Whether the server has ended the connection, and said so.
+    pub(crate) fn is_over(&self) -> bool {
+        self.told().is_over
+    }
+
     /// Whether the last failure was not the statement's: the server has ended the connection, or had not what it
     /// takes.
     pub(crate) fn is_the_servers_fault(&self) -> bool {

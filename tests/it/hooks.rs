@@ -14,8 +14,10 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 
 use crate::support::{
+    PATIENCE,
     app::{created, effect},
     client::{Answer, RequestExt},
+    eventually,
     gate::Gate,
     rig::Rig,
 };
@@ -229,6 +231,56 @@ async fn whoever_has_so_many_keys_that_live_gets_no_other() {
             }
         }
     }
+}
+
+/// Z09
+#[actix_web::test]
+async fn of_requests_at_once_no_more_run_than_the_quota_says() {
+    const MOST: usize = 3;
+    let policy = Policy::new().quota(quota(Some(MOST as u32), None)).store_timeout(PATIENCE);
+    let rig = rig(policy).await;
+    let post = |key: &str| rig.post("/x").user("a").key(key);
+    let keys: Vec<_> = (0..4 * MOST).map(|n| format!("k{n}")).collect();
+    // All of them are new; then all have failed.
+    for round in ["new", "failed"] {
+        let held: Vec<_> = keys.iter().map(|key| rt::spawn(post(key).header("x-hold", "1").answer())).collect();
+        eventually("the others are refused", async || held.iter().filter(|one| one.is_finished()).count() == 3 * MOST)
+            .await;
+        assert_eq!(rig.gate.count(), MOST, "{round}");
+        rig.gate.open(MOST);
+        let answers: Vec<_> = join_all(held).await.into_iter().map(Result::unwrap).collect();
+        assert_eq!(answers.iter().filter(|answer| answer.status == 201).count(), MOST, "{round}");
+        answers.iter().filter(|answer| answer.status != 201).for_each(assert_over_quota);
+        if round == "failed" {
+            break;
+        }
+        rig.db.run("TRUNCATE idempotency_keys CASCADE").await;
+        rig.gate.forget();
+        for key in &keys {
+            assert_eq!(post(key).header("x-fail", "1").answer().await.status, 502);
+        }
+    }
+    // What is stored is told all the same, and so is a key that runs.
+    let done: Vec<_> = rig
+        .db
+        .text("SELECT string_agg(key, ' ') AS value FROM idempotency_keys WHERE state = 'completed'")
+        .await
+        .unwrap()
+        .split(' ')
+        .map(str::to_owned)
+        .collect();
+    assert_eq!(done.len(), MOST);
+    let free: Vec<_> = keys.iter().filter(|key| !done.contains(key)).collect();
+    rig.gate.forget();
+    let held: Vec<_> = free[..MOST].iter().map(|key| rt::spawn(post(key).header("x-hold", "1").answer())).collect();
+    rig.gate.entered(MOST).await;
+    assert_over_quota(&post(free[MOST]).answer().await);
+    assert_eq!(post(free[0]).answer().await.code(), "outstanding");
+    for key in &done {
+        assert!(post(key).answer().await.is_replay());
+    }
+    rig.gate.open(MOST);
+    join_all(held).await;
 }
 
 /// Z09

@@ -63,5 +63,6 @@ mod support;
 mod tls;
 mod transition;
 mod unfinished;
+mod uploads;
 mod version;
 mod watch;

@@ -19,6 +19,7 @@ use futures_util::{
     },
     stream,
 };
+use reqwest::RequestBuilder;
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -183,6 +184,71 @@ async fn authentication_outside_answers_before_there_is_a_row() {
     first.assert_replayed_by(&rig.post("/orders").key("x").user("a").json(&order("x")).answer().await);
     assert_eq!((rig.db.effects("x").await, rig.db.keys().await), (1, 1));
     assert!(rig.db.is("(SELECT principal = 'a' FROM idempotency_keys)").await);
+}
+
+/// As [`authenticate`], by a list.
+async fn knows_alice(
+    request: ServiceRequest,
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<BoxBody>, Error> {
+    if request.headers().get("authorization").is_none_or(|token| token != "Bearer alice") {
+        return Ok(request.into_response(HttpResponse::Unauthorized().body("who are you?")));
+    }
+    authenticate(request, next).await
+}
+
+/// Z03
+#[actix_web::test]
+async fn authentication_inside_by_mistake_tells_nobody_what_is_stored_for_another() {
+    let user = |request: &HttpRequest| request.extensions().get::<User>().map(|user| user.0.clone());
+    let by_closure = || Policy::new().principal(user);
+    for (policy, stored) in [(by_closure(), false), (by_closure().atomic(), false), (Policy::new(), true)] {
+        let rig = Rig::builder()
+            .policy(policy)
+            .serve(|config, idempotency, _| {
+                let inside = web::scope("").wrap(from_fn(knows_alice)).wrap(idempotency.clone());
+                config.service(inside.route("/x", web::post().to(sells)));
+            })
+            .await;
+        let post = |user: &'static str| rig.post("/x").key("x").user(user).body("tea").answer();
+        let alice = post("alice").await;
+        assert_eq!(alice.status.as_u16(), if stored { 201 } else { 401 });
+        for key in ["x", "another"] {
+            let nobody = rig.post("/x").key(key).user("nonsense").body("tea").answer().await;
+            assert_eq!((nobody.status.as_u16(), nobody.is_replay()), (401, false), "{}", nobody.text());
+            assert!(!nobody.text().contains("alice's"));
+        }
+        assert_eq!(post("alice").await.is_replay(), stored);
+        assert_eq!(rig.db.effects("sold").await, i64::from(stored));
+        // Whoever set this up finds out with the first request.
+        assert!(stored || (alice.code() == "principal-missing" && rig.db.keys().await == 0));
+    }
+}
+
+async fn sells(pool: Data<PgPool>) -> Result<HttpResponse> {
+    effect(&pool, "sold").await?;
+    Ok(HttpResponse::Created().body("alice's order"))
+}
+
+/// Z02
+#[actix_web::test]
+async fn a_principal_closure_that_finds_nobody_refuses_unless_anonymous_is_said() {
+    let session = |request: &HttpRequest| Some(request.headers().get("x-session")?.to_str().ok()?.to_owned());
+    let rig = Rig::with(Policy::new().principal(session)).await;
+    let open = rig.twin(Policy::new().principal(session).anonymous());
+    let ask = |request: RequestBuilder| request.key("x").json(&order("x")).answer();
+    let refused = ask(rig.post("/orders")).await;
+    assert_eq!((refused.status.as_u16(), refused.code().as_str()), (401, "principal-missing"));
+    // A credential is not what the closure asks for, nor does it matter in which order they are named.
+    assert_eq!(ask(rig.post("/orders").user("a")).await.code(), "principal-missing");
+    let earlier = rig.twin(Policy::new().anonymous().principal(session));
+    let shared = ask(open.post("/orders")).await;
+    assert_eq!(shared.status, 201);
+    shared.assert_replayed_by(&ask(earlier.post("/orders")).await);
+    assert_eq!(ask(rig.post("/orders").header("x-session", "1")).await.status, 201);
+    // Without a key there is nothing to own.
+    assert_eq!(rig.post("/orders").json(&order("x")).answer().await.status, 201);
+    assert_eq!(rig.db.keys().await, 2);
 }
 
 /// Z03

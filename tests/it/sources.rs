@@ -5,7 +5,7 @@ use std::{
     panic::{UnwindSafe, catch_unwind},
 };
 
-use actix_idempotency::{Fields, Idempotency, InvalidKey, KeySource, OnFailure, PgPool, Policy};
+use actix_idempotency::{Fields, Idempotency, InvalidKey, Keep, KeySource, OnFailure, PgPool, Policy};
 use actix_web::{
     HttpResponse, Result,
     web::{self, Data},
@@ -375,6 +375,29 @@ fn a_key_that_the_server_computes_needs_to_be_somebodys() {
     build(Policy::new());
 }
 
+/// What a forged request is told would be kept against the real one.
+#[test]
+fn errors_are_not_kept_under_keys_that_anybody_can_compute_and_nobody_owns() {
+    let build = |policy| Idempotency::from_app_data().with(policy);
+    let computed = || Policy::new().keys([KeySource::header(), KeySource::json(["/out_trade_no"])]).anonymous();
+    let keeps = [
+        computed().keep(Keep::Draft),
+        computed().keep(Keep::DraftWithValidation),
+        computed().keep(Keep::Everything),
+        computed().keep(Keep::when(|status| status == 404)),
+        computed().on_failure(OnFailure::Store),
+        computed().on_failure(OnFailure::HoldRetention),
+    ];
+    for policy in keeps {
+        build(policy.clone().principal(|_| Some("the provider".into())));
+        build(policy.clone().keys([KeySource::header()]));
+        let told = std::panic::AssertUnwindSafe(policy);
+        assert_panics("json /out_trade_no", move || build({ told }.0));
+    }
+    build(computed().on_failure(OnFailure::HoldLease));
+    build(computed().keep(Keep::when(|status| status.is_success())));
+}
+
 #[test]
 fn settings_that_contradict_each_other_do_not_build() {
     let build = |policy| Idempotency::from_app_data().with(policy);
@@ -382,6 +405,9 @@ fn settings_that_contradict_each_other_do_not_build() {
         build(Policy::new().anonymous().keys([KeySource::json(["/a"])]).stream_body())
     });
     assert_panics("Policy::compare", move || build(Policy::new().stream_body().compare(Fields::all())));
+    for name in ["Policy::atomic()", "Policy::stream_body"] {
+        assert_panics(name, move || build(Policy::new().stream_body().atomic()));
+    }
     for hold in [OnFailure::HoldLease, OnFailure::HoldRetention] {
         assert_panics("Policy::atomic()", move || build(Policy::new().atomic().on_failure(hold)));
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use actix_idempotency::{FormTokens, IdemTx, Idempotency, PgPool, Policy, Secret, TokenIssuer};
 use actix_web::{
-    HttpRequest, HttpResponse, Result,
+    FromRequest, HttpRequest, HttpResponse, Result,
     http::StatusCode,
     web::{self, Data, Form, Payload},
 };
@@ -57,11 +57,12 @@ async fn order(mut tx: IdemTx, request: HttpRequest, gate: Data<Gate>, order: Fo
 }
 
 /// Tells how many bytes have come.
-async fn upload(mut tx: IdemTx, mut body: Payload) -> Result<HttpResponse> {
+async fn upload(request: HttpRequest, mut body: Payload) -> Result<HttpResponse> {
     let mut length = 0;
     while let Some(piece) = body.next().await {
         length += piece?.len();
     }
+    let mut tx = IdemTx::extract(&request).await?;
     effect_in(&mut tx, "upload").await?;
     Ok(HttpResponse::Created().body(length.to_string()))
 }
@@ -78,8 +79,9 @@ pub fn routes(
 ) -> impl Fn(&mut web::ServiceConfig, &Idempotency, &PgPool) + Clone + Send + 'static {
     move |config, idempotency, _| {
         for action in ["order", "other", "upload", "stream"] {
-            let policy = policy.clone().form_token(&tokens, action);
-            let wrap = idempotency.with(if action == "stream" { policy.stream_body() } else { policy });
+            // No transaction is open while a body streams through.
+            let policy = if action == "stream" { Policy::new().stream_body() } else { policy.clone() };
+            let wrap = idempotency.with(policy.form_token(&tokens, action));
             let resource = web::resource(format!("/{action}")).wrap(wrap);
             config.route(&format!("/tokens/{action}"), tokens.route(action)).service(match action {
                 "upload" | "stream" => resource.route(web::post().to(upload)),

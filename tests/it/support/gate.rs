@@ -45,6 +45,11 @@ impl Gate {
         assert!(waited.is_ok(), "{handlers} handlers should be at the gate");
     }
 
+    /// Counts anew.
+    pub fn forget(&self) {
+        self.entered.send_replace(0);
+    }
+
     pub fn count(&self) -> usize {
         *self.entered.borrow()
     }
