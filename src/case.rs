@@ -10,7 +10,7 @@ use tracing::Span;
 
 use crate::{
     ask::Ask,
-    claim,
+    claim, coding,
     engine::Engine,
     error::Error,
     header::{IDEMPOTENCY_ATTEMPT, IDEMPOTENCY_KEY_EXPIRES_IN},
@@ -50,9 +50,16 @@ impl Case {
 
     /// What this request is told; a stored answer only if it may still see it.
     pub(crate) fn told(&self, request: &HttpRequest, told: Told) -> HttpResponse<BoxBody> {
-        match (&told, &self.policy.may_replay) {
+        match (told, &self.policy.may_replay) {
             (Told::Replay(_), Some(may)) if !(may.closure)(request) => self.refusal(Code::ReplayForbidden.into()),
-            _ => self.answer(told),
+            (Told::Replay(mut stored), _) => match coding::fit(stored.snapshot, request, &self.policy) {
+                Ok(snapshot) => {
+                    stored.snapshot = snapshot;
+                    self.replayed(stored)
+                }
+                Err(code) => self.refusal(code.into()),
+            },
+            (told, _) => self.answer(told),
         }
     }
 

@@ -30,6 +30,7 @@ mod body;
 mod case;
 pub mod check;
 mod claim;
+mod coding;
 pub mod completer;
 mod decision;
 mod digest;

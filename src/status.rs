@@ -10,6 +10,7 @@ use actix_web::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    coding,
     decision::is_newer,
     engine::Engine,
     error::Error,
@@ -154,7 +155,7 @@ fn completed(request: &HttpRequest, policy: &Policy, row: Row, wants_answer: boo
         return Err(Code::AlreadyCompleted.into());
     }
     if wants_answer {
-        let mut response = snapshot.replay(policy);
+        let mut response = coding::fit(snapshot, request, policy)?.replay(policy);
         // As stored it was the answer to a POST, which nobody keeps by the address; this one is to a GET.
         response.headers_mut().insert(header::CACHE_CONTROL, header::HeaderValue::from_static("no-store"));
         return Ok(response);

@@ -36,6 +36,8 @@ pub enum Code {
     ReplayForbidden,
     /// 404: asked for its status: nothing is known of the key, or no longer.
     KeyUnknown,
+    /// 406: the stored answer is compressed, and the request does not accept that.
+    CodingNotAccepted,
     /// 408: the body did not arrive in time.
     BodyTimeout,
     /// 409: the first request still runs.
@@ -128,6 +130,7 @@ impl Code {
         use Code as C;
         match self {
             C::BodyTruncated
+            | C::CodingNotAccepted
             | C::BodyTimeout
             | C::PrincipalMissing
             | C::ReplayForbidden
@@ -220,6 +223,9 @@ impl Code {
                 "The request with this key was answered, and you may not see the answer now."),
             Self::KeyUnknown => ("key-unknown", S::NOT_FOUND, "Nothing is known of this Idempotency-Key",
                 "No request of yours with this key runs or has been completed, or it has expired."),
+            Self::CodingNotAccepted => ("coding-not-accepted", S::NOT_ACCEPTABLE, "The stored answer is encoded otherwise",
+                "The request with this key was answered, in an encoding that this request does not accept. Retry with the \
+                 same key and the Accept-Encoding of the first request."),
             Self::BodyTimeout => ("body-timeout", S::REQUEST_TIMEOUT, "The request body did not arrive in time",
                 "Nothing was done; retry with the same key."),
             Self::Outstanding => ("outstanding", S::CONFLICT, "A request is outstanding for this Idempotency-Key",

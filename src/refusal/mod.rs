@@ -10,10 +10,12 @@
 //! | 400 | `token-invalid` | what stands for the form token is none, or there are two different ones | |
 //! | 401 | `principal-missing` | the policy wants to know who asks | |
 //! | 404 | `key-unknown` | asked for its status: nothing is known of it, or no longer | |
+//! | 406 | `coding-not-accepted` | the stored answer is compressed, and the request does not accept that; see the feature `decode` | |
 //! | 408 | `body-timeout` | the body did not arrive in time | |
 //! | 409 | `outstanding` | the first request still runs | yes |
+//! | 409 | `held` | an attempt has ended without an answer, and the policy or the handler holds its key: nobody runs it | |
 //! | 409 | `lease-lost` | this attempt was overtaken by another | yes |
-//! | 409 | `serialization` | the transaction lost against another one (40001) | yes |
+//! | 409 | `serialization` | the transaction lost against another one (40001, 40P01) | yes |
 //! | 409 | `constraint-violated` | a deferred constraint failed at COMMIT | |
 //! | 400 | `if-match-invalid` | the `If-Match` cannot be read | |
 //! | 403 | `replay-forbidden` | the policy does not let this request see the stored answer | |
@@ -55,6 +57,8 @@
 //! Nothing was executed for any of them but `lease-lost`, `handler-panicked`, `body-failed`,
 //! `transaction-misused` and `outcome-unknown`, or it was rolled back. What a handler did outside its
 //! transaction before that is done.
+//! `held` says that the outcome of an earlier attempt is not known. Those that depend on the moment
+//! ([`Code::is_transient`]) are never kept for retries, whatever the policy keeps.
 //! SQL, hosts and causes go to the log, never into a body.
 
 mod code;

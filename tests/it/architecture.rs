@@ -23,6 +23,7 @@ const LAYERS: &[(u8, &[&str])] = &[
             "extract",
             "body",
             "case",
+            "coding",
             "settle",
             "status",
             "document",

@@ -206,3 +206,67 @@ async fn whoever_waits_for_a_key_is_told_when_it_is_held() {
     }
     assert_eq!(RUNS.load(Ordering::Relaxed), 1);
 }
+
+/// Compressed by itself, whatever the request accepts.
+async fn compressed(request: HttpRequest) -> HttpResponse {
+    use std::io::Write;
+    let coding = request.headers().get("x-coding").unwrap().to_str().unwrap().to_owned();
+    let text = "plain ".repeat(100);
+    let body = match coding.as_str() {
+        "gzip" => {
+            let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+            gzip.write_all(text.as_bytes()).unwrap();
+            gzip.finish().unwrap()
+        }
+        "deflate" => {
+            let mut zlib = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::default());
+            zlib.write_all(text.as_bytes()).unwrap();
+            zlib.finish().unwrap()
+        }
+        // Far more than any answer that is kept.
+        "x-gzip" => {
+            let mut bomb = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+            (0..64).for_each(|_| bomb.write_all(&[0; 1024 * 1024]).unwrap());
+            bomb.finish().unwrap()
+        }
+        _ => b"who knows".to_vec(),
+    };
+    HttpResponse::Created()
+        .insert_header(("content-encoding", coding))
+        .insert_header(("etag", "\"1\""))
+        .insert_header(("content-digest", "sha-256=:AAAA:"))
+        .body(body)
+}
+
+#[actix_web::test]
+async fn nobody_is_sent_bytes_that_he_cannot_read() {
+    let rig = Rig::builder().policy(Policy::new().anonymous().response_limit(1024 * 1024)).handler(compressed).await;
+    for coding in ["gzip", "deflate", "x-gzip", "zstd"] {
+        let send = |accepted: Option<&'static str>| {
+            let request = rig.post("/x").key(coding).header("x-coding", coding);
+            match accepted {
+                Some(accepted) => request.header("accept-encoding", accepted),
+                None => request,
+            }
+            .answer()
+        };
+        let first = send(Some(coding)).await;
+        assert_eq!(first.status, 201);
+        for same in [Some(coding), Some("*"), Some("identity;q=0, *;q=0.1"), None] {
+            first.assert_replayed_by(&send(same).await);
+        }
+        for other in ["identity", "*;q=0", "", "br;q=1.0"] {
+            let retry = send(Some(other)).await;
+            if ["gzip", "deflate"].contains(&coding) {
+                assert!(retry.is_replay() && retry.status == 201);
+                assert_eq!(retry.text(), "plain ".repeat(100), "{coding} for {other:?}");
+                assert_eq!((retry.header("content-encoding"), retry.header("content-digest")), (None, None));
+                assert_eq!(retry.header("etag"), Some("W/\"1\""));
+            } else {
+                assert_eq!((retry.status.as_u16(), retry.code().as_str()), (406, "coding-not-accepted"));
+            }
+        }
+        // It stays what it was.
+        first.assert_replayed_by(&send(Some(coding)).await);
+    }
+}
