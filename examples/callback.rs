@@ -13,10 +13,10 @@
 
 use std::{env, time::Duration};
 
-use actix_idempotency::{Fields, IdemTx, Idempotency, KeySource, OnOutstanding, PgPool, Policy, migrations, pool};
-use actix_web::{
-    App, HttpResponse, HttpServer, Result, error::ErrorInternalServerError, get, post, rt::time::sleep, web,
+use actix_idempotency::{
+    Fields, IdemTx, Idempotency, KeySource, OnOutstanding, PgPool, Policy, Refusal, migrations, pool,
 };
+use actix_web::{App, HttpResponse, HttpServer, Result, get, post, rt::time::sleep, web};
 use diesel::prelude::*;
 use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
 use serde::{Deserialize, Serialize};
@@ -58,7 +58,7 @@ async fn notify(mut tx: IdemTx, payment: web::Json<Payment>) -> Result<HttpRespo
         .on_conflict_do_nothing()
         .execute(&mut *tx)
         .await
-        .map_err(ErrorInternalServerError)?;
+        .map_err(Refusal::from)?;
     // Slow enough for a repeat.
     sleep(Duration::from_secs(1)).await;
     Ok(HttpResponse::Ok().body("success"))
@@ -66,8 +66,8 @@ async fn notify(mut tx: IdemTx, payment: web::Json<Payment>) -> Result<HttpRespo
 
 #[get("/payments")]
 async fn list(pool: web::Data<PgPool>) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
-    let payments: Vec<Payment> = notified_payments::table.load(&mut conn).await.map_err(ErrorInternalServerError)?;
+    let mut conn = pool.get().await.map_err(Refusal::from)?;
+    let payments: Vec<Payment> = notified_payments::table.load(&mut conn).await.map_err(Refusal::from)?;
     Ok(HttpResponse::Ok().json(payments))
 }
 

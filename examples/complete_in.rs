@@ -8,8 +8,8 @@
 
 use std::env;
 
-use actix_idempotency::{IdemKey, Idempotency, PgPool, Policy, ResponseSnapshot, migrations, pool};
-use actix_web::{App, HttpResponse, HttpServer, Result, error::ErrorInternalServerError, http::StatusCode, web};
+use actix_idempotency::{IdemKey, Idempotency, PgPool, Policy, Refusal, ResponseSnapshot, migrations, pool};
+use actix_web::{App, HttpResponse, HttpServer, Result, http::StatusCode, web};
 use diesel::prelude::*;
 use diesel_async::{AsyncConnection, RunQueryDsl, SimpleAsyncConnection};
 
@@ -22,26 +22,25 @@ diesel::table! {
     }
 }
 
-async fn create(key: IdemKey, pool: web::Data<PgPool>, text: String) -> Result<ResponseSnapshot> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+async fn create(key: IdemKey, pool: web::Data<PgPool>, text: String) -> Result<ResponseSnapshot, Refusal> {
+    let mut conn = pool.get().await?;
     conn.transaction(async |conn| {
         let id: i64 = diesel::insert_into(notes::table)
             .values(notes::text.eq(&text))
             .returning(notes::id)
             .get_result(conn)
             .await?;
-        let answer = ResponseSnapshot::json(StatusCode::CREATED, &id)?;
+        let answer = ResponseSnapshot::new(StatusCode::CREATED).with_body(id.to_string());
         // The last statement before COMMIT.
         key.complete_in(conn, answer.clone()).await?;
-        Ok::<_, BoxError>(answer)
+        Ok(answer)
     })
     .await
-    .map_err(ErrorInternalServerError)
 }
 
-async fn list(pool: web::Data<PgPool>) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
-    let notes: Vec<(i64, String)> = notes::table.load(&mut conn).await.map_err(ErrorInternalServerError)?;
+async fn list(pool: web::Data<PgPool>) -> Result<HttpResponse, Refusal> {
+    let mut conn = pool.get().await?;
+    let notes: Vec<(i64, String)> = notes::table.load(&mut conn).await?;
     Ok(HttpResponse::Ok().json(notes))
 }
 

@@ -13,12 +13,13 @@
 
 use std::{env, time::Duration};
 
-use actix_idempotency::{Code, Fields, IdemTx, Idempotency, KeySource, OnCompleted, Policy, Wording, migrations, pool};
+use actix_idempotency::{
+    Code, Fields, IdemTx, Idempotency, KeySource, OnCompleted, Policy, Refusal, Wording, migrations, pool,
+};
 use actix_web::{
     App, HttpMessage, HttpResponse, HttpServer, Result,
     body::BoxBody,
     dev::{ServiceRequest, ServiceResponse},
-    error::ErrorInternalServerError,
     middleware::{Next, from_fn},
     post,
     rt::time::sleep,
@@ -75,7 +76,7 @@ async fn create(mut tx: IdemTx, new: web::Json<NewOrder>) -> Result<HttpResponse
         .returning(clicked_orders::id)
         .get_result(&mut *tx)
         .await
-        .map_err(ErrorInternalServerError)?;
+        .map_err(Refusal::from)?;
     // Slow enough for a second click.
     sleep(Duration::from_secs(2)).await;
     Ok(HttpResponse::Created().json(id))

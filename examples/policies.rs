@@ -19,13 +19,14 @@
 use std::{env, time::Duration};
 
 use actix_idempotency::{
-    Code, IdemKey, IdemTx, Idempotency, Keep, KeySource, OnCompleted, OnFailure, Policy, Wording, migrations, pool,
+    Code, IdemKey, IdemTx, Idempotency, Keep, KeySource, OnCompleted, OnFailure, Policy, Refusal, Wording, migrations,
+    pool,
 };
 use actix_web::{
     App, HttpMessage, HttpRequest, HttpResponse, HttpServer, Result,
     body::BoxBody,
     dev::{ServiceRequest, ServiceResponse},
-    error::{ErrorBadGateway, ErrorInternalServerError},
+    error::ErrorBadGateway,
     http::{StatusCode, header},
     middleware::{Next, from_fn},
     post, web,
@@ -47,7 +48,7 @@ async fn done(tx: &mut IdemTx, what: String) -> Result<i64> {
         .returning(things_done::id)
         .get_result(&mut **tx)
         .await
-        .map_err(ErrorInternalServerError)
+        .map_err(Refusal::from)
 }
 
 #[derive(Clone)]

@@ -15,8 +15,8 @@
 
 use std::env;
 
-use actix_idempotency::{Machine, PgPool, Transition, pool, states};
-use actix_web::{App, HttpResponse, HttpServer, Result, error::ErrorInternalServerError, get, post, web};
+use actix_idempotency::{Machine, PgPool, Refusal, Transition, pool, states};
+use actix_web::{App, HttpResponse, HttpServer, Result, get, post, web};
 use diesel::prelude::*;
 use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
 
@@ -54,7 +54,7 @@ const TABLES: &str = "DROP TABLE IF EXISTS payments, history;
 
 /// Both callbacks: one statement decides, and only its winner writes history.
 async fn settle(pool: &PgPool, machine: &Machine<State>, id: i64, to: State) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    let mut conn = pool.get().await.map_err(Refusal::from)?;
     let settled = machine
         .transition(id, Pending, to)
         .set(payments::callbacks.eq(payments::callbacks + 1))
@@ -86,13 +86,13 @@ async fn cancelled(
 
 #[get("/history")]
 async fn list(pool: web::Data<PgPool>) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    let mut conn = pool.get().await.map_err(Refusal::from)?;
     let rows: Vec<(i64, String)> = history::table
         .order(history::id)
         .select((history::payment_id, history::state))
         .load(&mut conn)
         .await
-        .map_err(ErrorInternalServerError)?;
+        .map_err(Refusal::from)?;
     Ok(HttpResponse::Ok().json(rows))
 }
 

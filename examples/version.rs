@@ -12,12 +12,8 @@
 
 use std::env;
 
-use actix_idempotency::{IfMatch, PgPool, Retry, VersionError, Versioned, pool, version::etag, versioned};
-use actix_web::{
-    App, HttpResponse, HttpServer, Result, delete,
-    error::{ErrorInternalServerError, ErrorNotFound},
-    get, post, put, web,
-};
+use actix_idempotency::{IfMatch, PgPool, Refusal, Retry, VersionError, Versioned, pool, version::etag, versioned};
+use actix_web::{App, HttpResponse, HttpServer, Result, delete, error::ErrorNotFound, get, post, put, web};
 use diesel::prelude::*;
 use diesel_async::{RunQueryDsl, SimpleAsyncConnection};
 
@@ -40,28 +36,28 @@ const TABLE: &str = "DROP TABLE IF EXISTS notes;
 
 #[get("/notes/{id}")]
 async fn show(pool: web::Data<PgPool>, id: web::Path<i64>) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    let mut conn = pool.get().await.map_err(Refusal::from)?;
     let (text, version): (String, i32) = notes::table
         .find(*id)
         .select((notes::text, notes::version))
         .get_result(&mut conn)
         .await
         .optional()
-        .map_err(ErrorInternalServerError)?
+        .map_err(Refusal::from)?
         .ok_or_else(|| ErrorNotFound("no such note"))?;
     Ok(HttpResponse::Ok().insert_header(etag(version)).body(text))
 }
 
 #[put("/notes/{id}")]
 async fn write(pool: web::Data<PgPool>, id: web::Path<i64>, if_match: IfMatch, text: String) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    let mut conn = pool.get().await.map_err(Refusal::from)?;
     let version = notes::table.at(*id, if_match).set(notes::text.eq(text)).execute(&mut conn).await?;
     Ok(HttpResponse::Ok().insert_header(etag(version)).finish())
 }
 
 #[delete("/notes/{id}")]
 async fn remove(pool: web::Data<PgPool>, id: web::Path<i64>, if_match: IfMatch) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    let mut conn = pool.get().await.map_err(Refusal::from)?;
     notes::table.at(*id, if_match).delete().execute(&mut conn).await?;
     Ok(HttpResponse::NoContent().finish())
 }
@@ -69,7 +65,7 @@ async fn remove(pool: web::Data<PgPool>, id: web::Path<i64>, if_match: IfMatch) 
 /// Here no client has an opinion about the version: who loses looks again.
 #[post("/notes/{id}/views")]
 async fn view(pool: web::Data<PgPool>, id: web::Path<i64>) -> Result<HttpResponse> {
-    let mut conn = pool.get().await.map_err(ErrorInternalServerError)?;
+    let mut conn = pool.get().await.map_err(Refusal::from)?;
     let views = Retry::new()
         .tries(20)
         .run(&mut conn, async |conn| {

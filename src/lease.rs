@@ -4,7 +4,7 @@ use std::{
     fmt,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicU8, Ordering},
     },
     time::Instant,
 };
@@ -44,20 +44,27 @@ pub(crate) struct Lease {
 /// Whether an attempt has done what a ROLLBACK does not undo: from then on its effects are unknown, whatever it
 /// answers. Shared with the handler's key.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Acted(Arc<AtomicBool>);
+pub(crate) struct Acted(Arc<AtomicU8>);
 
 impl Acted {
+    const YES: u8 = 1;
+    const NO: u8 = 2;
+
     pub(crate) fn set(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.store(Self::YES, Ordering::Release);
     }
 
-    /// The handler knows better.
-    pub(crate) fn clear(&self) {
-        self.0.store(false, Ordering::Release);
+    /// The handler says that nothing was done, by no attempt, and knows better.
+    pub(crate) fn deny(&self) {
+        self.0.store(Self::NO, Ordering::Release);
     }
 
-    fn get(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+    fn get(&self) -> Option<bool> {
+        match self.0.load(Ordering::Acquire) {
+            Self::YES => Some(true),
+            Self::NO => Some(false),
+            _ => None,
+        }
     }
 }
 
@@ -89,7 +96,7 @@ impl Lease {
             acted: Acted::default(),
             policy: Arc::clone(policy),
             engine: Arc::clone(engine),
-            ending: Some(Ending::Release { status: None, acted: false }),
+            ending: Some(Ending::Release { status: None, acted: None }),
         }
     }
 
@@ -127,7 +134,7 @@ impl Lease {
     /// The handler is about to run: dropped from now on, the attempt has failed.
     pub(crate) fn start(&mut self, failed: Return) {
         self.ending = match failed {
-            Return::Release => Some(Ending::Release { status: None, acted: false }),
+            Return::Release => Some(Ending::Release { status: None, acted: None }),
             Return::HoldLease => Some(Ending::Hold { for_retention: false }),
             Return::HoldRetention => Some(Ending::Hold { for_retention: true }),
         };
@@ -182,7 +189,7 @@ impl Lease {
     async fn resolve(mut self, code: Code) -> Ended {
         let ending = match self.policy.without_answer() {
             Return::HoldRetention => Ending::Hold { for_retention: true },
-            Return::HoldLease | Return::Release => Ending::Release { status: Some(code.status()), acted: true },
+            Return::HoldLease | Return::Release => Ending::Release { status: Some(code.status()), acted: Some(true) },
         };
         let ended = self.engine.end(self.id, self.owner, &ending, &self.policy).await;
         let row = match ended {

@@ -144,6 +144,7 @@ impl Case {
             drop(slot.close());
             return self.fail(hold, Event::Panicked, Code::HandlerPanicked).await.map_into_right_body();
         };
+        key.believe();
         let is_transient = response.extensions().get::<Code>().is_some_and(|code| code.is_transient());
         let verdict = match verdict {
             // Whoever obeys it and tries again would be told the same for as long as it is kept.

@@ -32,10 +32,11 @@ const REFUSALS: u32 = 3;
 #[derive(Debug, Clone)]
 pub(crate) enum Ending {
     Complete(ResponseSnapshot),
-    /// With what the attempt has answered, and whether it has done what a ROLLBACK does not undo.
+    /// With what the attempt has answered, and whether it has done what a ROLLBACK does not undo; `None` where nothing is
+    /// known beyond what the row says of those before it.
     Release {
         status: Option<StatusCode>,
-        acted: bool,
+        acted: Option<bool>,
     },
     /// Nobody is to try again: for the retention of the key, or until the lease ends.
     Hold {

@@ -231,6 +231,13 @@ impl IdemKey {
         }
     }
 
+    /// Where the handler says that nothing was done, it is believed.
+    pub(crate) fn believe(&self) {
+        if self.said() == Some(Verdict::Back(Return::Release)) {
+            self.0.held.iter().for_each(|held| held.acted.deny());
+        }
+    }
+
     /// The handler was sure of its success, and gets another answer.
     pub(crate) fn mark_acted(&self) {
         self.0.held.iter().for_each(|held| held.acted.set());
@@ -272,7 +279,6 @@ impl IdemKey {
     /// counts also where this attempt has [derived](Self::derive) a key or come to a [step](Self::step); without it
     /// such a key goes back to the same request only, because what was done is unknown.
     pub fn release(&self) {
-        self.0.held.iter().for_each(|held| held.acted.clear());
         self.say(Say::Release);
     }
 

@@ -124,6 +124,7 @@ impl Run {
         let began = Instant::now();
         let worked = timeout(self.policy.run_limit(), working).await;
         telemetry::handled(began);
+        key.believe();
         let (event, code) = match worked {
             Ok(Ok(Ok(value))) => return self.keep(lease, &key, value, snapshot).await,
             Ok(Ok(Err(error))) => {

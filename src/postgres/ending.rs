@@ -60,12 +60,12 @@ pub(crate) async fn complete(
 }
 
 statement! {
-    struct Release { lock_timeout_ms: i64, id: [u8], owner: [u8], status: Option<i16>, acted: bool }
+    struct Release { lock_timeout_ms: i64, id: [u8], owner: [u8], status: Option<i16>, acted: Option<bool> }
     [
         "WITH lock AS MATERIALIZED (SELECT set_config('lock_timeout', ", (lock_timeout_ms: BigInt), "::text, true) AS set) \
          UPDATE idempotency_keys SET state = 'released', \
          leased_until = least(leased_until, clock_timestamp()), status = ",
-        (status: Nullable<SmallInt>), ", acted = acted OR ", (acted: Bool),
+        (status: Nullable<SmallInt>), ", acted = coalesce(", (acted: Nullable<Bool>), ", acted)",
         " FROM lock WHERE lock.set IS NOT NULL AND id = ", (id: Binary), " AND owner = ", (owner: Binary),
         " AND state = 'outstanding'",
     ]
@@ -77,7 +77,7 @@ pub(crate) async fn release(
     id: &[u8],
     owner: &[u8],
     status: Option<i16>,
-    acted: bool,
+    acted: Option<bool>,
     lock_timeout_ms: i64,
 ) -> QueryResult<bool> {
     let rows =

@@ -514,8 +514,9 @@ async fn a_corrected_request_may_use_the_business_key_of_a_rejected_one_and_a_fa
         assert_first(&second);
         second.assert_replayed_by(&post("2", "a@b.example").answer().await);
 
-        let everything = rig.twin_serving(policy.keep(Keep::Everything), routes);
-        let post = || everything.post("/x").json(&json!({"order_no": "3"}));
+        // Whose key it is must be known where errors are kept.
+        let everything = rig.twin_serving(of_users(policy.keep(Keep::Everything)), routes);
+        let post = || everything.post("/x").user("a").json(&json!({"order_no": "3"}));
         post().header("x-fail", "503").answer().await.assert_replayed_by(&post().answer().await);
         assert_eq!(rig.db.effects("submit").await, 2);
     }

@@ -541,13 +541,14 @@ async fn derived_keys_are_the_same_for_every_attempt_and_differ_otherwise() {
         assert_eq!(charge.as_str().unwrap().len(), 64);
     };
 
-    let first = said(&rig, "x", "a", "", 400).await;
+    // It says each time that nothing was done, or the key would stay that of this request.
+    let first = said(&rig, "x", "a", "release", 400).await;
     new(&first);
-    let retried = said(&rig, "x", "a", "", 503).await;
+    let retried = said(&rig, "x", "a", "release", 503).await;
     assert_eq!((derived(&first), json!(2)), (derived(&retried), retried.json()["attempt"].clone()));
     // The process died.
     rig.db.run(LAPSED).await;
-    let taken_over = said(&rig, "x", "a", "", 400).await;
+    let taken_over = said(&rig, "x", "a", "release", 400).await;
     assert_eq!((derived(&first), json!(3)), (derived(&taken_over), taken_over.json()["attempt"].clone()));
 
     let corrected = said(&rig, "x", "b", "", 201).await;

@@ -96,6 +96,11 @@ async fn a_retry_and_a_takeover_leave_the_first_request_in_the_row_and_a_new_ope
     assert_eq!((stored(&rig.db, key).await, told(&id, "taken-over")), (some("one"), vec![some("one")]));
 
     // A corrected request asks for something else, and so does one after the retention.
+    let key = "joined-corrected";
+    let rejected =
+        rig.post("/orders").key(key).header("x-request-id", "three").header("content-type", "application/json");
+    assert_eq!(rejected.body("{").answer().await.status, 400);
+    let id = rig.db.id(key).await;
     assert_eq!(send(&rig, "/orders", key, "four", "x").await.status, 201);
     assert_eq!((stored(&rig.db, key).await, told(&id, "retried").pop()), (some("four"), Some(None)));
     rig.db.run(THREE_DAYS_LATER).await;

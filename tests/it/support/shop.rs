@@ -2,9 +2,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use actix_idempotency::{IdemTx, Idempotency, Isolation, Policy};
+use actix_idempotency::{IdemKey, IdemTx, Idempotency, Isolation, Policy};
 use actix_web::{
-    HttpRequest, HttpResponse, Result,
+    FromRequest, HttpRequest, HttpResponse, Result,
     error::{ErrorConflict, ErrorInternalServerError},
     rt::time::sleep,
     web::{self, Json},
@@ -90,6 +90,8 @@ async fn buy(mut tx: IdemTx, wish: Json<Wish>, request: HttpRequest) -> Result<H
         .await
         .map_err(ErrorInternalServerError)?;
     if request.headers().contains_key("x-fail") {
+        // And says that nothing was done, by no attempt.
+        IdemKey::extract(&request).await?.release();
         return Err(ErrorConflict("changed my mind"));
     }
     Ok(HttpResponse::Created().json(Receipt { qty: wish.qty, ticket }))
