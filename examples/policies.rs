@@ -42,7 +42,7 @@ diesel::table! {
     }
 }
 
-async fn done(tx: &mut IdemTx, what: String) -> Result<i64> {
+async fn done(tx: &mut IdemTx, what: String) -> Result<i64, Refusal> {
     diesel::insert_into(things_done::table)
         .values(things_done::what.eq(what))
         .returning(things_done::id)

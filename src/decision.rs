@@ -104,6 +104,7 @@ mod tests {
             lease_left_ms,
             expired: false,
             status: None,
+            acted: false,
             header_names: None,
             header_values: None,
             body: None,

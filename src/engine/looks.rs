@@ -187,6 +187,7 @@ mod tests {
             lease_left_ms: 0,
             expired: false,
             status: Some(200),
+            acted: false,
             header_names: Some(vec!["x".into()]),
             header_values: Some(vec![Bytes::from(vec![b'x'; 1024])]),
             body: Some(Bytes::from(vec![b'y'; 1024 * 1024])),
