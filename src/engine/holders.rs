@@ -114,8 +114,8 @@ mod tests {
     }
 
     /// Should this fail, bb8 prints something else by now.
-    #[test]
-    fn clones_of_a_pool_share_their_holders_and_two_pools_do_not() {
+    #[tokio::test]
+    async fn clones_of_a_pool_share_their_holders_and_two_pools_do_not() {
         let (one, other) = (pool(), pool());
         let holders = Holders::of(&one);
         assert!(Arc::ptr_eq(&holders, &Holders::of(&one.clone())));
