@@ -283,7 +283,7 @@ impl IdemKey {
     }
 
     /// Keeps the key outstanding until its lease ends, whatever the status of this handler's answer and the
-    /// policy: the answer is not kept, and nobody tries again before that. Under [`Policy::atomic`],
+    /// policy: the answer is not kept, nobody tries again before that, and a retry gets 409 `held`. Under [`Policy::atomic`],
     /// where there is no lease, it is given back.
     pub fn hold(&self) {
         self.say(Say::Hold);

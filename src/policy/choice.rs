@@ -36,10 +36,11 @@ pub enum OnCompleted {
 pub enum OnFailure {
     /// It is free at once. The default: nothing was done, so that the next attempt may be made now.
     Release,
-    /// It stays outstanding until its lease ends: a pause before the next attempt.
+    /// It is held until its lease ends: a pause before the next attempt. Meanwhile a retry gets 409 `held`, without a
+    /// `Retry-After`: nobody runs it.
     HoldLease,
-    /// It stays outstanding for the retention: for what must not be tried again soon, such as a payment
-    /// whose outcome somebody has to look at.
+    /// It is held for the retention: for what must not be tried again soon, such as a payment
+    /// whose outcome somebody has to look at. A retry gets 409 `held`.
     HoldRetention,
     /// The failure is stored and replayed.
     Store,
